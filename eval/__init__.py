@@ -1,0 +1,1 @@
+"""Evaluation: generate, score, metrics, comparison and reports."""

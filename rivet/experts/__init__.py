@@ -1,0 +1,1 @@
+"""Experts: LLMs behind OpenAI-compatible endpoints that the controller may consult."""

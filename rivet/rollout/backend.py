@@ -1,0 +1,87 @@
+"""The one interface between the rollout engine and whatever samples from the controller.
+
+Implementations: `rivet.rollout.local` (transformers in process). Token ids go in and come out;
+nothing is rendered or tokenised on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+class BackendError(RuntimeError):
+    """The backend could not sample: an infrastructure fault, never a wrong answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. The defaults have full support, as training needs (top_p 1, top_k off).
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Keep the k most likely tokens; 0 is off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(f"expected temperature >= 0, top_p in (0, 1], top_k >= 0, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one call sampled.
+
+    Attributes:
+        ids: Sampled token ids, shape (n,); the last may reach past the stop string.
+        logprobs: Log-probability of each under the distribution that it was drawn from (after
+            temperature), shape (n,). Greedy decoding reports those at temperature 1.
+        finish_reason: `stop` (a stop string was completed), `eos`, or `length`.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "eos", "length"]
+
+
+class Backend(Protocol):
+    """Samples continuations. Safe to call from many coroutines of one event loop."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        seed: int,
+        banned_ids: Sequence[int] = (),
+        session: str | None = None,
+    ) -> Generation:
+        """Sample until a stop string, the end of the turn, or the limit.
+
+        Args:
+            prompt_ids: The whole context so far, shape (n,).
+            stop: Strings that end the call once the sampled text contains one.
+            max_new_tokens: At most this many tokens, at least 1.
+            sampling: Temperature and truncation.
+            seed: With the position in the context it fixes the random draw of each token, so a
+                trajectory does not depend on what else is in the batch (up to floating point).
+            banned_ids: Tokens that must not be sampled.
+            session: Name of the trajectory: a later call whose prompt begins with what this one
+                saw may reuse its state. A hint; results do not depend on it.
+
+        Raises:
+            BackendError: It could not sample.
+        """
+        ...
+
+    async def release(self, session: str) -> None:
+        """Forget a session's state."""
+        ...
