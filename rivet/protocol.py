@@ -50,6 +50,7 @@ _OPENERS = {
     ),
     "reply": re.compile(rb"<(?:(/)?(python|output)|(/)(reply))>"),
 }
+_WORD = re.compile(rb"\S+")
 _BOX = re.compile(rb"\\boxed *\{")
 # The longest tag that may still be incomplete at the end of the bytes seen so far.
 _LONGEST_TAG = len('<expert name="">') + 64
@@ -92,9 +93,8 @@ class Scanner:
         self._authors: list[Author] = []
         self._logprobs: list[float | None] = []
         self._ends: list[int] = []
-        self._marks: list[tuple[int, int, Kind]] = []  # byte ranges of tags, names and boxes
+        self._marks: list[tuple[int, int, Kind]] = []  # byte ranges: tags, names, boxes, stray text
         self._stack: list[int] = []  # indices of the open spans, outermost first
-        self._stray: list[tuple[int, int]] = []  # byte ranges of text outside every span
         self._position = 0  # everything before it has been read
         self._tag_end = 0  # one past the last tag
         self._just_closed: int | None = None  # index of the span that the last tag closed
@@ -192,10 +192,8 @@ class Scanner:
 
     def kinds(self) -> list[Kind]:
         """Kind per token, shape (T,). Marks win over spans; a name wins over the tag around it."""
-        # White space between spans is structure; other text there is the model thinking aloud.
+        # White space between spans is structure; stray text there is marked by `_skip`.
         kind_of_byte: list[Kind] = ["format"] * (len(self._text) + 1)
-        for start, end in self._stray:
-            kind_of_byte[start:end] = ["reasoning"] * (end - start)
         for span in self.spans:  # parents come before their children
             kind_of_byte[span.start : span.end] = [_SPAN_TO_KIND[span.name]] * (
                 span.end - span.start
@@ -213,6 +211,8 @@ class Scanner:
                 kinds.append("route")
             elif "format" in touched:
                 kinds.append("format")
+            elif "reasoning" in touched:
+                kinds.append("reasoning")
             else:
                 kinds.append(kind_of_byte[start])
             start = end
@@ -274,9 +274,10 @@ class Scanner:
             end = cut if cut >= 0 else end
         if end <= self._position:
             return
-        if not self._stack and self._text[self._position : end].strip():
-            self._violate("text outside every span")
-            self._stray.append((self._position, end))
+        if not self._stack:
+            for match in _WORD.finditer(self._text, self._position, end):
+                self._violate("text outside every span")
+                self._marks.append((*match.span(), "reasoning"))
         self._position = end
 
     def _open(self, groups: list[str], match: re.Match[bytes]) -> None:
