@@ -42,6 +42,11 @@ class PromptBuilder:
         self._settings = settings
         self._around: dict[Mode, tuple[list[int], list[int]]] = {}
 
+    @property
+    def tokenizer(self) -> ProtocolTokenizer:
+        """The controller's tokenizer, which reads what the prompts lead to."""
+        return self._tokenizer
+
     def build(self, problem: str, mode: Mode = "experts") -> tuple[int, ...]:
         """Prompt ids of a problem, shape (n,). `experts` and `local` share one prompt."""
         if mode not in self._around:
