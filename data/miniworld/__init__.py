@@ -1,0 +1,1 @@
+"""The mini-world: small arithmetic families, scripted experts and scripted dialogues. No torch."""

@@ -1,0 +1,87 @@
+"""Scripted dialogues for the warm start, and the text that the tokenizer is trained on.
+
+A dialogue shows the form of a consultation and nothing of the solution: the expert is drawn
+uniformly, whatever the family, its reply is what its script says, and the answer is copied from the
+program's output, right or wrong, never from the gold. No tokens here; the warm start renders them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from data.miniworld.experts import EXPERTS, run_script
+from data.miniworld.tasks import FAMILIES, build_split, request_for
+from data.problems import Problem
+
+_FENCE = "```python\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """One scripted attempt at a problem.
+
+    Attributes:
+        problem: What is asked.
+        expert: Who is consulted.
+        request: The request, with the problem's operands.
+        reply: The expert's reply: a sentence and one fenced program.
+        output: What the program prints, as the sandbox shows it.
+        answer: The final answer: the output.
+    """
+
+    problem: Problem
+    expert: str
+    request: str
+    reply: str
+    output: str
+    answer: str
+
+
+def scripted_dialogues(problems: Sequence[Problem], seed: int) -> Iterator[Dialogue]:
+    """Endless dialogues: every problem once in a random order, then again in another one."""
+    if not problems:
+        raise ValueError("problems is empty; expected at least one, as from build_split")
+    rng = random.Random(f"dialogues\x1f{seed}")
+    names = list(EXPERTS)
+    order = list(range(len(problems)))
+    while True:
+        rng.shuffle(order)
+        for index in order:
+            yield scripted_dialogue(problems[index], rng.choice(names), rng.getrandbits(31))
+
+
+def scripted_dialogue(problem: Problem, expert: str, seed: int) -> Dialogue:
+    """The dialogue of one problem with one expert."""
+    request = request_for(problem)
+    reply = EXPERTS[expert].reply(request, seed)
+    output = run_script(code_of(reply))
+    return Dialogue(problem, expert, request, reply, output, output)
+
+
+def code_of(reply: str) -> str:
+    """The program in a scripted reply."""
+    return reply.split(_FENCE, 1)[1].removesuffix("\n```")
+
+
+def tokenizer_corpus(count: int = 3000, seed: int = 0) -> Iterator[str]:
+    """Pieces of text for training a tokenizer: statements, names, requests, replies, outputs.
+
+    Each piece is one span's content, as it stands between two tags, so that no merge learnt here
+    crosses a tag. Statements come from the training split only.
+
+    Args:
+        count: Number of dialogues.
+        seed: Same seed, same text.
+    """
+    per_family = max(1, min(500, count // len(FAMILIES)))
+    dialogues = scripted_dialogues(build_split("train", per_family, seed), seed)
+    for _, dialogue in zip(range(count), dialogues, strict=False):
+        sentence = dialogue.reply.split(_FENCE, 1)[0].strip()
+        yield dialogue.problem.problem
+        yield dialogue.expert
+        yield dialogue.request
+        yield sentence
+        yield code_of(dialogue.reply)
+        yield dialogue.output
