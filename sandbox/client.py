@@ -1,0 +1,528 @@
+"""The caller's side: one FIFO queue, N slots, from asyncio and from threads alike.
+
+A call takes a free slot, or waits its turn; it then talks to that slot directly over the slot's
+own socket. There is no helper thread and no event loop of its own. The zygote is asked only to
+start and to kill slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sandbox import wire
+from sandbox.result import ExecutionResult, SandboxError, SandboxLimits
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0  # to import the libraries on a loaded machine
+_GRACE_S = 30.0  # past the limits that the slot itself enforces
+_END_S = 5.0  # for the processes to end on request
+_ATTEMPTS = 3
+_CHUNK = 256 * 1024
+_PROGRAM = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+os.dup2(int(sys.argv[3]), 3, inheritable=False)
+from sandbox.zygote import main
+main(sys.argv[2], sys.argv[1])
+"""
+_SOURCE = Path(__file__).resolve().parent.parent
+
+
+class SlotLost(Exception):
+    """The connection to a slot broke before its reply was complete."""
+
+
+@dataclass(eq=False, slots=True)
+class SlotHandle:
+    """The client's end of one slot."""
+
+    number: int
+    connection: socket.socket
+    is_greeted: bool = False
+
+
+class PythonSandbox:
+    """Runs Python code in isolated processes, safely and many thousand times.
+
+    Use it as `async with PythonSandbox() as box: result = await box.run(code)` or, from any
+    number of threads, as `with PythonSandbox() as box: result = box.run_sync(code)`. Both forms
+    share one first-in-first-out queue.
+
+    Args:
+        limits: the limits of each call.
+        slots: how many calls run at the same time; by default the cores of this process.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        slots: int | None = None,
+        *,
+        _disabled: Sequence[str] = (),
+        _use_huge_pages: bool = True,
+    ) -> None:
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots is {slots}; expected at least 1")
+        self.limits = limits or SandboxLimits()
+        self.slots = slots or len(os.sched_getaffinity(0))
+        self.layers: dict | None = None
+        self._disabled = tuple(_disabled)
+        self._use_huge_pages = _use_huge_pages
+        self._lock = threading.Lock()
+        self._zygote: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+        self._errors: BinaryIO | None = None
+        self._free: deque[SlotHandle] = deque()
+        self._all: set[SlotHandle] = set()
+        self._waiting: deque[Future[SlotHandle]] = deque()
+        self._next_number = 0
+        self._pid = os.getpid()
+        self._is_open = False
+
+    # -- life -------------------------------------------------------------------------------
+
+    def __enter__(self) -> PythonSandbox:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> PythonSandbox:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def start(self) -> None:
+        """Start the processes and wait until one slot is ready.
+
+        Raises:
+            SandboxError: when they do not come up.
+        """
+        with self._lock:
+            if self._is_open:
+                return
+            self._is_open, self._pid = True, os.getpid()
+            self._start_zygote()
+            self._free.extend(self._new_slot() for _ in range(self.slots))
+        try:
+            result = self.run_sync("None")
+            if result.status != "ok":
+                raise SandboxError(f"the sandbox did not start: {result.error}")
+        except BaseException:
+            self.close()
+            raise
+        self._warn_about_missing_layers()
+
+    def close(self) -> None:
+        """End every process and fail the calls that still wait."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            waiting, self._waiting = self._waiting, deque()
+            self._drop_zygote()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(SandboxError("the sandbox was closed"))
+
+    # -- calls ------------------------------------------------------------------------------
+
+    async def run(self, code: str, *, prelude: Sequence[str] = ()) -> ExecutionResult:
+        """Run `code` in a fresh state and return what came of it; never raises for the code.
+
+        Args:
+            code: the program; its last expression is echoed.
+            prelude: earlier cells, run before it in the same state, their output thrown away.
+
+        Raises:
+            SandboxError: when the sandbox is not open.
+        """
+        frame = self._frame(code, prelude)
+        if isinstance(frame, ExecutionResult):
+            return frame
+        failure = ""
+        for _ in range(_ATTEMPTS):
+            slot = await self._acquire_async()
+            try:
+                result = await self._exchange_async(slot, frame, self._patience_s(prelude))
+            except (SlotLost, OSError, TimeoutError) as error:
+                failure = self._discard(slot, error)
+                continue
+            except BaseException:  # cancelled: the slot is in the middle of a call
+                self._discard(slot, None)
+                raise
+            if result.status != "sandbox_failure":
+                return result
+            failure = result.error
+        return _failure(failure)
+
+    def run_sync(self, code: str, *, prelude: Sequence[str] = ()) -> ExecutionResult:
+        """Do what `run` does, for callers without an event loop; safe from several threads."""
+        frame = self._frame(code, prelude)
+        if isinstance(frame, ExecutionResult):
+            return frame
+        failure = ""
+        for _ in range(_ATTEMPTS):
+            slot = self._acquire().result()
+            try:
+                result = self._exchange(slot, frame, self._patience_s(prelude))
+            except (SlotLost, OSError) as error:
+                failure = self._discard(slot, error)
+                continue
+            except BaseException:
+                self._discard(slot, None)
+                raise
+            if result.status != "sandbox_failure":
+                return result
+            failure = result.error
+        return _failure(failure)
+
+    def _frame(self, code: str, prelude: Sequence[str]) -> bytes | ExecutionResult:
+        if isinstance(prelude, str) or not isinstance(code, str):
+            raise TypeError("code is one string and prelude a sequence of strings")
+        frame = wire.pack_request(code, prelude)
+        if len(frame) > self.limits.code_bytes:
+            text = f"the code is {len(frame)} bytes long; at most {self.limits.code_bytes} are run"
+            return ExecutionResult("error", stderr=text, error=text)
+        return frame
+
+    def _patience_s(self, prelude: Sequence[str]) -> float:
+        return self.limits.wall_s * (1 + len(prelude)) + _GRACE_S
+
+    # -- the queue --------------------------------------------------------------------------
+
+    def _acquire(self) -> Future[SlotHandle]:
+        """Return the next free slot, now or later, in order of asking."""
+        future: Future[SlotHandle] = Future()
+        with self._lock:
+            self._check_open()
+            if self._free and not self._waiting:
+                future.set_result(self._free.popleft())
+            else:
+                self._waiting.append(future)
+        return future
+
+    async def _acquire_async(self) -> SlotHandle:
+        future = self._acquire()
+        if future.done():
+            return future.result()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel() and future.exception() is None:
+                self._release(future.result())
+            raise
+
+    def _release(self, slot: SlotHandle) -> None:
+        """Hand the slot to the longest waiting call."""
+        with self._lock:
+            if not self._is_open or slot not in self._all:
+                return
+            while self._waiting:
+                future = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    break
+            else:
+                self._free.append(slot)
+                return
+        future.set_result(slot)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise SandboxError("the sandbox is not open; use it in a `with` or `async with` block")
+        if self._pid != os.getpid():
+            raise SandboxError(
+                "this sandbox was opened by the parent process; open one of its own after a fork"
+            )
+
+    # -- one exchange with a slot -----------------------------------------------------------
+
+    def _exchange(self, slot: SlotHandle, frame: bytes, patience_s: float) -> ExecutionResult:
+        connection, end = slot.connection, time.monotonic() + self._patience(slot, patience_s)
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[connection.send(rest) :]
+            except BlockingIOError:
+                _wait(connection, select.POLLOUT, end)
+        buffer = bytearray()
+        while (reply := self._parse(slot, buffer)) is None:
+            _wait(connection, select.POLLIN, end)
+            data = connection.recv(_CHUNK)
+            if not data:
+                raise SlotLost("the slot ended in the middle of a call")
+            buffer += data
+        return self._finish(slot, *reply)
+
+    async def _exchange_async(
+        self, slot: SlotHandle, frame: bytes, patience_s: float
+    ) -> ExecutionResult:
+        connection, loop = slot.connection, asyncio.get_running_loop()
+        async with asyncio.timeout(self._patience(slot, patience_s)):
+            await loop.sock_sendall(connection, frame)
+            buffer = bytearray()
+            while (reply := self._parse(slot, buffer)) is None:
+                data = await loop.sock_recv(connection, _CHUNK)
+                if not data:
+                    raise SlotLost("the slot ended in the middle of a call")
+                buffer += data
+        return self._finish(slot, *reply)
+
+    def _patience(self, slot: SlotHandle, patience_s: float) -> float:
+        return patience_s if slot.is_greeted else patience_s + _START_S
+
+    def _parse(self, slot: SlotHandle, buffer: bytearray) -> tuple[wire.ReplyHeader, bytes] | None:
+        """Return the reply in `buffer` once it is complete; take the greeting off on the way."""
+        if not slot.is_greeted:
+            if len(buffer) < wire.HELLO.size:
+                return None
+            _, length = wire.HELLO.unpack_from(buffer)
+            end = wire.HELLO.size + length
+            if len(buffer) < end:
+                return None
+            self.layers = json.loads(buffer[wire.HELLO.size : end])
+            slot.is_greeted = True
+            del buffer[:end]
+        if len(buffer) < wire.REPLY.size:
+            return None
+        header = wire.unpack_reply(bytes(buffer[: wire.REPLY.size]))
+        if len(buffer) < wire.REPLY.size + header.body_len:
+            return None
+        return header, bytes(buffer[wire.REPLY.size :])
+
+    def _finish(self, slot: SlotHandle, header: wire.ReplyHeader, body: bytes) -> ExecutionResult:
+        """Turn a reply into a result and put the slot, or its successor, back to work."""
+        if header.is_retiring:
+            self._replace(slot)
+        else:
+            self._release(slot)
+        return to_result(header, body, self.limits)
+
+    # -- zygote and slots -------------------------------------------------------------------
+
+    def _start_zygote(self) -> None:
+        """Spawn the zygote with a clean environment and no descriptor but its control socket."""
+        self._control, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()
+        config = json.dumps(
+            {
+                "limits": asdict(self.limits),
+                "disabled": self._disabled,
+                "client_pid": os.getpid(),
+                "use_huge_pages": self._use_huge_pages,
+            }
+        )
+        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _PROGRAM]
+        with theirs:
+            self._zygote = subprocess.Popen(
+                [*command, str(_SOURCE), config, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=(theirs.fileno(),),
+                cwd="/",
+                env=_clean_environment(),
+            )
+
+    def _drop_zygote(self) -> None:
+        """End the zygote and its slots; the lock is held."""
+        free, self._free = set(self._free), deque()
+        for slot in self._all:
+            if slot in free:
+                slot.connection.close()
+            else:  # its call sees the end and closes it
+                _shut(slot.connection)
+        self._all.clear()
+        if self._control is not None:
+            self._control.close()  # the zygote ends its slots, then itself
+        if self._zygote is not None and self._pid == os.getpid():
+            try:
+                self._zygote.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()  # the kernel kills its slots in turn
+                self._zygote.wait()
+        if self._errors is not None:
+            self._errors.close()
+        self._zygote = self._control = self._errors = None
+
+    def _new_slot(self) -> SlotHandle:
+        """Ask the zygote for one more slot; the lock is held. It need not be ready yet."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._next_number += 1
+        slot = SlotHandle(self._next_number, ours)
+        with theirs:
+            self._tell_zygote(f"slot {slot.number}", theirs.fileno())
+        self._all.add(slot)
+        return slot
+
+    def _tell_zygote(self, message: str, *fds: int) -> None:
+        """Send a message; when the zygote is dead, the call that needs its slot finds out."""
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [message.encode().ljust(wire.MESSAGE_BYTES)], fds)
+        except OSError:
+            pass
+
+    def _replace(self, slot: SlotHandle) -> None:
+        """Put a new slot in the place of one that ended or must end."""
+        slot.connection.close()
+        with self._lock:
+            if not self._is_open or slot not in self._all:
+                return
+            self._all.remove(slot)
+            successor = self._new_slot()
+        self._release(successor)
+
+    def _discard(self, slot: SlotHandle, error: BaseException | None) -> str:
+        """Get rid of a slot whose state is unknown; return what is known about the failure."""
+        text = f"{type(error).__name__}: {error}" if error is not None else ""
+        successors: list[SlotHandle] = []
+        with self._lock:
+            if self._is_open and self._zygote is not None and self._zygote.poll() is not None:
+                text += f"; the zygote ended with code {self._zygote.returncode}: "
+                text += self._last_errors()
+                successors = self._restart_zygote()
+            elif slot in self._all:
+                self._tell_zygote(f"kill {slot.number}")
+        logger.debug("sandbox slot %d lost: %s", slot.number, text)
+        self._replace(slot)
+        for successor in successors:
+            self._release(successor)
+        return text
+
+    def _restart_zygote(self) -> list[SlotHandle]:
+        """Start afresh after the zygote died and return the new slots; the lock is held."""
+        lost = len(self._all)
+        self._drop_zygote()
+        self._start_zygote()
+        successors = [self._new_slot() for _ in range(lost)]
+        return successors
+
+    def _last_errors(self) -> str:
+        assert self._errors is not None
+        self._errors.seek(0)
+        return self._errors.read()[-500:].decode("utf-8", "replace").strip()
+
+    def _warn_about_missing_layers(self) -> None:
+        missing = (self.layers or {}).get("missing", {})
+        if missing:
+            logger.warning(
+                "the sandbox runs without: %s; `python -m sandbox doctor` says what that means",
+                ", ".join(f"{layer} ({reason})" for layer, reason in missing.items()),
+            )
+
+
+def to_result(header: wire.ReplyHeader, body: bytes, limits: SandboxLimits) -> ExecutionResult:
+    """Turn a reply into what the caller gets."""
+    at, texts = 0, []
+    for length in (header.value_len, header.error_len, header.stdout_kept, header.stderr_kept):
+        texts.append(body[at : at + length])
+        at += length
+    value, error = (raw.decode("utf-8", "replace") for raw in texts[:2])
+    stdout = _stream_text(texts[2], header.stdout_total, limits.stream_bytes)
+    stderr = _stream_text(texts[3], header.stderr_total, limits.stream_bytes)
+    error = error or _why(header, limits)
+    if error and stderr and not stderr.endswith("\n"):
+        stderr += "\n"
+    is_cut = header.stdout_total > header.stdout_kept or header.stderr_total > header.stderr_kept
+    return ExecutionResult(
+        status=header.outcome,
+        stdout=stdout,
+        stderr=stderr + error,
+        value_repr=value,
+        duration_s=header.duration_s,
+        cpu_s=header.cpu_s,
+        truncated=header.is_truncated or is_cut,
+        error=error,
+    )
+
+
+def _why(header: wire.ReplyHeader, limits: SandboxLimits) -> str:
+    """Say what ended the code where it could not say so itself."""
+    match header.outcome:
+        case "timeout":
+            return (
+                f"TimeoutError: the code ran longer than its limit ({limits.cpu_s:g} s of CPU, "
+                f"{limits.wall_s:g} s in all)"
+            )
+        case "crash":
+            try:
+                name = signal.Signals(header.detail).name
+            except ValueError:
+                name = f"signal {header.detail}"
+            return f"the process was killed by {name}"
+        case "output_limit":
+            return f"the code wrote more than {limits.output_kill_bytes} bytes"
+        case "error":
+            return f"the process exited with code {header.detail}"
+        case "sandbox_failure":
+            return "the sandbox could not prepare the process"
+    return ""
+
+
+def _stream_text(kept: bytes, total: int, keep: int) -> str:
+    if total <= len(kept):
+        return kept.decode("utf-8", "replace")
+    head = wire.kept_parts(total, keep)[0][1]
+    note = f"\n... [{total - len(kept)} bytes left out] ...\n"
+    return kept[:head].decode("utf-8", "replace") + note + kept[head:].decode("utf-8", "replace")
+
+
+def _failure(reason: str) -> ExecutionResult:
+    text = f"sandbox failure, not the code's fault: {reason}"
+    logger.error("%s", text)
+    return ExecutionResult("sandbox_failure", stderr=text, error=text)
+
+
+def _wait(connection: socket.socket, event: int, end: float) -> None:
+    poller = select.poll()
+    poller.register(connection, event)
+    if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
+        raise SlotLost("the slot did not answer in time")
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+def _clean_environment() -> dict[str, str]:
+    """Return all that the inside sees of the environment: no secret, no path of a home."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "Agg",
+    }
+    for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM"):
+        environment[f"{library}_NUM_THREADS"] = "1"
+    if "LD_LIBRARY_PATH" in os.environ:  # some interpreters do not start without it
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    return environment

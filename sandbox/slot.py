@@ -1,0 +1,303 @@
+"""One slot: waits for a request, forks a child that runs it, watches, kills, answers, cleans up.
+
+The slot never reads a request's code nor a program's output into its own memory: the child
+reads the one, and the kernel moves the other to the client. A later child, which starts as a
+copy of the slot, therefore finds nothing of earlier calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+from sandbox import jail, kernel, runner, seccomp, wire
+from sandbox.result import SandboxLimits, Status
+
+_MAX_CALLS = 5000  # then the slot is replaced, which bounds whatever a kernel object may keep
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the child ended: the outcome, and a signal or exit code."""
+
+    outcome: Status
+    detail: int = 0
+
+
+class Slot:
+    """The state of one slot process."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        limits: SandboxLimits,
+        layers: jail.Layers,
+        hidden_paths: dict[str, str],
+    ) -> None:
+        self.connection = connection
+        self.limits = limits
+        self.layers = layers
+        self.hidden_paths = hidden_paths
+        self.report = runner.Report(limits.stream_bytes, limits.error_bytes)
+        self.reserved = set() if layers.lacks("scratch") else set(os.listdir(jail.SCRATCH))
+        self.scratch_mode = os.stat(jail.SCRATCH).st_mode if not layers.lacks("scratch") else 0
+        self.calls = 0
+
+    def greet(self) -> None:
+        """Tell the client that the slot is ready and which layers hold."""
+        text = json.dumps(self.layers.as_dict()).encode()
+        self.connection.sendall(wire.HELLO.pack(wire.HELLO_MAGIC, len(text)) + text)
+
+    def serve(self) -> None:
+        """Answer requests until the client goes away or the slot has to be replaced."""
+        poller = select.poll()
+        poller.register(self.connection, select.POLLIN)
+        while True:
+            poller.poll()
+            head = self.connection.recv(wire.REQUEST.size, socket.MSG_PEEK)
+            if len(head) < wire.REQUEST.size:
+                if not head:
+                    return
+                continue
+            _, earlier_cells, _ = wire.REQUEST.unpack(head)
+            if not self._call(1 + min(earlier_cells, 1000)):
+                return
+
+    def _call(self, cells: int) -> bool:
+        """Run one request; return whether the slot can be used again."""
+        self.calls += 1
+        streams = os.memfd_create("stdout"), os.memfd_create("stderr")
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            _child(self, streams, cells)
+        ending, cpu_s = self._watch(pid, started, cells)
+        duration_s = time.monotonic() - started
+        is_clean = self._clean_up() and self.calls < _MAX_CALLS
+        if self._was_never_started():
+            ending, is_clean = Ending("sandbox_failure", ending.detail), False
+        try:
+            self._reply(streams, ending, duration_s, cpu_s, is_retiring=not is_clean)
+        finally:
+            for stream in streams:
+                os.close(stream)
+        self.report.wipe()
+        return is_clean
+
+    def _watch(self, pid: int, started: float, cells: int) -> tuple[Ending, float]:
+        """Wait for the child's end, or bring it about at a limit."""
+        limits = self.limits
+        child = _open_pid(pid)
+        poller = select.poll()
+        poller.register(self.connection, select.POLLHUP | select.POLLRDHUP)
+        if child >= 0:
+            poller.register(child, select.POLLIN)
+        clock = (~pid << 3) | 2  # the CPU clock of another process
+        reason: Status | None = None
+        status, usage = 0, None
+        while True:
+            now = time.monotonic()
+            cpu = _clock(clock)
+            _, _, _, _, wall_mark, cpu_mark = self.report.read()
+            # The marks come from the child: they may only bring an end nearer, never move it out.
+            wall_end = started + limits.wall_s * cells
+            cpu_end = limits.cpu_s * cells
+            if wall_mark > 0:
+                wall_end = min(wall_end, wall_mark + limits.wall_s)
+                cpu_end = min(cpu_end, cpu_mark + limits.cpu_s)
+            if not reason and (now >= wall_end or cpu >= cpu_end):
+                reason = "timeout"
+                os.kill(pid, signal.SIGKILL)
+            wait_s = min(wall_end - now, max(cpu_end - cpu, 0.01) / _CORES)
+            if wall_mark == 0:  # look again soon: the reported cell has not begun
+                wait_s = min(wait_s, 0.1)
+            wait_s = max(wait_s, 0.002) if child >= 0 else 0.002
+            events = poller.poll(None if reason and child >= 0 else wait_s * 1000)
+            if any(where == self.connection.fileno() for where, _ in events):
+                os._exit(0)  # the client is gone, or no longer wants this call
+            done, status, usage = os.wait4(pid, os.WNOHANG)
+            if done == pid:
+                break
+        if child >= 0:
+            os.close(child)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        if reason:
+            return Ending(reason), cpu_s
+        return self._judge(status, is_over_cpu=cpu_s >= cpu_end), cpu_s
+
+    def _judge(self, status: int, *, is_over_cpu: bool) -> Ending:
+        """Name the end of a child that was not killed by the slot."""
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGXFSZ:
+                return Ending("output_limit")
+            if number == signal.SIGXCPU or (number == signal.SIGKILL and is_over_cpu):
+                return Ending("timeout")
+            return Ending("crash", number)
+        code = os.WEXITSTATUS(status)
+        state = self.report.read()[0]
+        if state == runner.OK and code == 0:
+            return Ending("ok")
+        if state == runner.ERROR:
+            return Ending("error")
+        # os._exit: the program ended the process itself
+        return Ending("ok") if code == 0 else Ending("error", code)
+
+    def _was_never_started(self) -> bool:
+        """Whether the child ended before it had prepared itself: its request is not read up."""
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+
+    def _reply(
+        self, streams: tuple[int, int], ending: Ending, duration_s: float, cpu_s: float, *,
+        is_retiring: bool,
+    ) -> None:  # fmt: skip
+        totals = [os.fstat(stream).st_size for stream in streams]
+        outcome = ending.outcome
+        if outcome != "timeout" and max(totals) >= self.limits.output_kill_bytes:
+            outcome = "output_limit"
+        keep = self.limits.stream_bytes
+        kept = [min(total, keep) for total in totals]
+        state, is_cut, value_len, error_len, _, _ = self.report.read()
+        if state not in (runner.OK, runner.ERROR):
+            value_len = error_len = 0
+        header = wire.ReplyHeader(
+            outcome, is_retiring, is_cut, ending.detail, duration_s, cpu_s,
+            kept[0], totals[0], kept[1], totals[1], value_len, error_len,
+        )  # fmt: skip
+        _send_all(self.connection, [header.pack(), *self.report.texts(value_len, error_len)])
+        for stream, total in zip(streams, totals, strict=True):
+            for first, count in wire.kept_parts(total, keep):
+                _send_file(self.connection, stream, first, count)
+
+    def _clean_up(self) -> bool:
+        """Kill what is left, empty the scratch; return whether nothing of the call remains.
+
+        Plain files are removed. Anything else is not worth walking, since names, depth and
+        modes are the program's choice: the slot is replaced and its file system goes with it.
+        """
+        if not self.layers.lacks("pid") or os.getuid() >= jail.FIRST_OWN_UID:
+            try:  # reaches this pid namespace, or this slot's own uid, and nothing else
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            else:
+                _reap_all()
+        if self.layers.lacks("scratch"):
+            return True
+        try:
+            if os.stat(jail.SCRATCH).st_mode != self.scratch_mode:
+                return False
+            for name in os.listdir(jail.SCRATCH):
+                if name not in self.reserved:
+                    os.unlink(f"{jail.SCRATCH}/{name}")
+        except OSError:
+            return False
+        return True
+
+
+_CORES = os.cpu_count() or 1
+
+
+def _clock(clock: int) -> float:
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return 0.0
+
+
+def _open_pid(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):  # before Linux 5.3: `_watch` looks every few milliseconds
+        return -1
+
+
+def _reap_all() -> None:
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
+
+
+def _send_all(connection: socket.socket, parts: list) -> None:
+    sent = connection.sendmsg(parts)
+    total = sum(len(part) for part in parts)
+    while sent < total:
+        rest, skip = [], sent
+        for part in parts:
+            if skip >= len(part):
+                skip -= len(part)
+                continue
+            rest.append(memoryview(part)[skip:])
+            skip = 0
+        sent += connection.sendmsg(rest)
+
+
+def _send_file(connection: socket.socket, stream: int, first: int, count: int) -> None:
+    while count > 0:
+        sent = os.sendfile(connection.fileno(), stream, first, count)
+        if sent == 0:
+            raise OSError("a stream became shorter while it was sent")
+        first, count = first + sent, count - sent
+
+
+def _child(slot: Slot, streams: tuple[int, int], cells: int) -> None:
+    """Become the process that runs the foreign code; never returns."""
+    code = 125
+    try:
+        limits, report = slot.limits, slot.report
+        if slot.layers.lacks("pid") and kernel.IS_LINUX:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        texts = wire.unpack_cells(_read_request(slot.connection))
+        os.dup2(streams[0], 1)
+        os.dup2(streams[1], 2)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        _limit_cpu(limits.cpu_s * cells)
+        if not slot.layers.lacks("seccomp"):
+            seccomp.install(seccomp.child_filter(os.getpid()))
+        # The mark that the preparation went well. Foreign code cannot forge or undo it, as the
+        # socket is closed before any of it runs.
+        _read_exactly(slot.connection, len(wire.REQUEST_END))
+        kernel.close_from(3)
+
+        def on_last_cell() -> None:
+            used = time.process_time()
+            _limit_cpu(used + limits.cpu_s)
+            report.write(runner.STARTED, wall=time.monotonic(), cpu=used)
+
+        code = runner.run_cells(
+            texts, report, hidden_paths=slot.hidden_paths, on_last_cell=on_last_cell
+        )
+    finally:
+        os._exit(code)
+
+
+def _read_request(connection: socket.socket) -> bytes:
+    _, _, length = wire.REQUEST.unpack(_read_exactly(connection, wire.REQUEST.size))
+    return _read_exactly(connection, length)
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes:
+    data = connection.recv(count, socket.MSG_WAITALL)
+    while len(data) < count:
+        more = connection.recv(count - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise EOFError("the client went away")
+        data += more
+    return data
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Let the kernel kill the process a little after its CPU time is over, whatever happens."""
+    whole = int(seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole))
