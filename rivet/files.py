@@ -1,0 +1,135 @@
+"""Writing files whole or not at all: a temporary name beside the target, fsync, rename.
+
+Temporary names are `.NAME.tmp-PID`, so that leftovers of a killed process are recognised. A full
+disk becomes `DiskFullError`; what was there before is still there then.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_TEMPORARY = re.compile(r"\..+\.(?:tmp|old)-\d+")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFullError(OSError):
+    """No space is left to write; nothing half-written was kept."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error means a full disk, also where a library wrapped it (safetensors does)."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return isinstance(error, DiskFullError) or f"(os error {errno.ENOSPC})" in str(error)
+
+
+def atomic_write_text(path: str | Path, text: str) -> Path:
+    """Write a UTF-8 file; readers see the old content or the new, never a part.
+
+    Raises:
+        DiskFullError: No space is left; the old content is untouched.
+    """
+    path = Path(path)
+    temporary = temporary_beside(path)
+    with explain_full_disk(path):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def atomic_write_json(path: str | Path, value: Any) -> Path:
+    """Write a value as indented JSON, like `atomic_write_text`."""
+    return atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Fill a temporary folder in the body; it takes the name `path` if the body succeeds.
+
+    An existing folder of that name is replaced. If the body raises, nothing changes.
+
+    Raises:
+        DiskFullError: No space is left.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    with explain_full_disk(path):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our id
+            temporary.mkdir()
+            yield temporary
+            _sync_tree(temporary)
+            # A folder cannot replace a filled one in a single step: between these two renames
+            # a kill leaves the old one under its hidden name, which `recover_folder` puts back.
+            if path.exists():
+                os.replace(path, old)
+            os.replace(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(path: str | Path) -> None:
+    """Undo an `atomic_folder` that was killed between its two renames."""
+    path = Path(path)
+    if not path.exists():
+        for old in path.parent.glob(f".{path.name}.old-*"):
+            os.replace(old, path)
+            return
+
+
+def temporary_beside(path: Path) -> Path:
+    """The hidden name under which this process prepares `path`."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a name is one that `atomic_*` uses while writing."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a whole folder; a link is removed, not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Turn a full-disk error of the body into `DiskFullError`, which says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not is_disk_full(error):
+            raise
+        raise DiskFullError(
+            errno.ENOSPC,
+            f"{path}: no space left on its disk; nothing half-written was kept: free some space "
+            "and run the same command again",
+        ) from error
+
+
+def _sync_tree(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())

@@ -1,0 +1,473 @@
+"""The run folder: what a stage was told, what it measured, and whether it is done.
+
+    config.json     resolved settings, stage, git commit, package versions, seed; before step 0
+    metrics.jsonl   one line a step
+    checkpoint/     the stage's result as a Hugging Face checkpoint, where it makes one
+    log.txt         everything that was logged
+    finished.json   results; written last, so its presence means that the run is complete
+
+A folder is continued only by the same stage with the same settings, and a finished one is replaced
+only when asked. One process at a time owns a folder: the lock is the kernel's and goes with the
+process, so a killed one leaves nothing to clean up. In a distributed run only rank 0 writes; the
+other ranks get a `RunDir` whose writing methods do nothing. `output_dir` of a trainer must be a
+folder inside, never the run folder itself: `save_model` would overwrite config.json.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from rivet.config import to_plain
+from rivet.files import (
+    atomic_write_json,
+    atomic_write_text,
+    explain_full_disk,
+    is_leftover,
+    recover_folder,
+    remove,
+)
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+FINISHED_FILE = "finished.json"
+_LOCK_FILE = ".lock"
+_PACKAGES = (
+    "rivet torch transformers trl peft accelerate datasets vllm openai numpy math-verify "
+    "reasoning-gym"
+).split()
+# Settings that say where, how loudly or how fast, but never what is computed.
+_MAY_CHANGE = frozenset(
+    "run_dir output_dir overwrite resume report_to run_name logging_dir disable_tqdm log_level "
+    "log_level_replica local_rank dataloader_num_workers resume_from_checkpoint push_to_hub "
+    "hub_token hub_model_id".split()
+)
+
+
+class RunDirError(Exception):
+    """A run folder cannot be used as asked; the message says why and what to do."""
+
+
+class RunFinishedError(RunDirError):
+    """The folder holds a finished run of the same stage with the same settings."""
+
+
+class RunDir:
+    """A run folder. Make one with `RunDir.open` (to write) or `RunDir.load` (to read).
+
+    Attributes:
+        path: The folder.
+        is_resumed: Whether an earlier process began this run.
+        is_writer: Whether this process writes (rank 0 of an opened run).
+    """
+
+    def __init__(self, path: Path, *, is_resumed: bool, is_writer: bool) -> None:
+        self.path = path
+        self.is_resumed = is_resumed
+        self.is_writer = is_writer
+        self._lock: _Lock | None = None
+        self._log: logging.Handler | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        config: Any,
+        *,
+        stage: str,
+        overwrite: bool = False,
+        resume: bool = True,
+        may_change: Collection[str] = (),
+    ) -> RunDir:
+        """Begin a run, or continue an unfinished one of the same stage and settings.
+
+        Writes `config.json`, takes the folder's lock and adds `log.txt` to the root logger.
+
+        Args:
+            path: The folder; it is created.
+            config: The resolved configuration, a dataclass or a mapping.
+            stage: The stage's name, such as `stage1`.
+            overwrite: Replace a run of this stage that is there, finished or not.
+            resume: Continue an unfinished run; False refuses.
+            may_change: Settings that may differ when a run is continued, besides paths and logging.
+
+        Raises:
+            RunFinishedError: The run is complete and `overwrite` is False.
+            RunDirError: The folder is another stage's, of another format version, has other
+                settings, is in use, or is no run folder.
+        """
+        path = Path(path)
+        settings = to_plain(config)
+        run = cls(path, is_resumed=False, is_writer=_rank() == 0)
+        if not run.is_writer:
+            return run
+        _check_is_ours(path)
+        with explain_full_disk(path):
+            path.mkdir(parents=True, exist_ok=True)
+            run._lock = _Lock(path / _LOCK_FILE)
+            try:
+                run._start(settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change))
+                run._log = _attach_log(path / "log.txt")
+            except BaseException:
+                run.close()
+                raise
+        return run
+
+    @classmethod
+    def load(cls, path: str | Path, *, stage: str | None = None) -> RunDir:
+        """Look at a run without writing to it.
+
+        Raises:
+            RunDirError: It is no run folder, or not of this stage or format version.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        if manifest is None:
+            raise RunDirError(
+                f"{path}: no run here; expected a folder with a {CONFIG_FILE} of ours"
+            )
+        _check_version(path, manifest)
+        if stage is not None and manifest["stage"] != stage:
+            raise RunDirError(f"{path}: a run of {manifest['stage']}, expected one of {stage}")
+        return cls(path, is_resumed=False, is_writer=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back and stop logging into the folder."""
+        if self._log is not None:
+            logging.getLogger().removeHandler(self._log)
+            self._log.close()
+            self._log = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the stage leaves its resulting checkpoint."""
+        return self.path / "checkpoint"
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Content of `config.json`."""
+        return json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is complete."""
+        return (self.path / FINISHED_FILE).is_file()
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What `finish` was given.
+
+        Raises:
+            RunDirError: The run is not finished.
+        """
+        if not self.is_finished:
+            raise RunDirError(
+                f"{self.path}: this run is not finished; run its command again to resume it: "
+                f"{self.manifest['command']}"
+            )
+        return json.loads((self.path / FINISHED_FILE).read_text(encoding="utf-8"))["results"]
+
+    def finish(self, results: Mapping[str, Any] | None = None) -> None:
+        """Mark the run complete. Call it after everything else is on disk."""
+        if self.is_writer:
+            content = {"finished_at": _now(), "results": to_plain(results or {})}
+            atomic_write_json(self.path / FINISHED_FILE, content)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file into the folder, atomically."""
+        if self.is_writer:
+            atomic_write_json(self.path / name, value)
+
+    def append_metrics(self, metrics: Mapping[str, Any], name: str = "metrics.jsonl") -> None:
+        """Append one line. Give it a `step`, so that resuming can drop what is done again."""
+        if self.is_writer:
+            append_line(self.path / name, json.dumps(to_plain(metrics), ensure_ascii=False))
+
+    def metrics(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """All lines so far; a torn last line, left by a kill, is not one."""
+        return _read_lines(self.path / name)
+
+    def trim_metrics(self, last_step: int, name: str = "metrics.jsonl") -> None:
+        """Keep lines up to a step, and those without one: call it when resuming from a step."""
+        path = self.path / name
+        if self.is_writer and path.exists():
+            kept = [line for line in _read_lines(path) if line.get("step", last_step) <= last_step]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+            atomic_write_text(path, text)
+
+    def _start(
+        self,
+        settings: dict[str, Any],
+        stage: str,
+        overwrite: bool,
+        resume: bool,
+        may_change: Collection[str],
+    ) -> None:
+        """Decide under the lock what to do with what is there."""
+        old = _read_manifest(self.path)
+        if old is not None and overwrite and not old.get("discarded"):
+            if old["stage"] != stage:
+                raise RunDirError(
+                    f"{self.path}: holds a run of {old['stage']}, which {stage} does not "
+                    "overwrite; choose another folder, or remove it yourself"
+                )
+            # From here on a kill leaves a folder that the next run empties.
+            atomic_write_json(self.path / CONFIG_FILE, {**old, "discarded": True})
+            old = {**old, "discarded": True}
+        if old is None or old.get("discarded"):
+            self._empty()
+            manifest = _new_manifest(settings, stage)
+        else:
+            self._check_can_resume(old, settings, stage, resume, may_change)
+            self.is_resumed = True
+            manifest = {**old, "resumed": [*old.get("resumed", []), _process_facts()]}
+            if manifest["resumed"][-1]["git"] != old["git"]:
+                logger.warning("%s: resumed by another commit than it was begun by", self.path)
+            recover_folder(self.checkpoint)
+            self._remove_leftovers()
+        atomic_write_json(self.path / CONFIG_FILE, manifest)
+
+    def _check_can_resume(
+        self,
+        old: dict[str, Any],
+        settings: dict[str, Any],
+        stage: str,
+        resume: bool,
+        may_change: Collection[str],
+    ) -> None:
+        _check_version(self.path, old)
+        if old["stage"] != stage:
+            raise RunDirError(
+                f"{self.path}: holds a run of {old['stage']}, this is {stage}; choose another "
+                "folder"
+            )
+        different = _differences(old["config"], settings, may_change)
+        if different:
+            raise RunDirError(
+                f"{self.path}: holds a run with other settings ({'; '.join(different)}); give it "
+                "the same settings to resume, choose another folder, or replace it with "
+                "--overwrite true"
+            )
+        if self.is_finished:
+            raise RunFinishedError(
+                f"{self.path}: this run is finished; replace it with --overwrite true, or choose "
+                "another folder"
+            )
+        if not resume:
+            raise RunDirError(
+                f"{self.path}: holds an unfinished run; resume it (--resume true) or replace it "
+                "(--overwrite true)"
+            )
+
+    def _empty(self) -> None:
+        """Remove everything but the lock and config.json, which is replaced next."""
+        for item in self.path.iterdir():
+            if item.name not in (_LOCK_FILE, CONFIG_FILE):
+                remove(item)
+
+    def _remove_leftovers(self) -> None:
+        for item in [p for p in self.path.rglob(".*") if is_leftover(p)]:
+            remove(item)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line whole or not at all; a torn last line from a kill is cut off first.
+
+    Raises:
+        DiskFullError: No space is left; the file is as before.
+    """
+    with explain_full_disk(path), open(path, "ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end and _last_byte(file) != b"\n":
+            file.seek(0)
+            end = file.read().rfind(b"\n") + 1
+            file.truncate(end)
+        data = f"{line}\n".encode()
+        try:
+            # Unbuffered: a line of one write is not torn by a kill, and a short write shows.
+            if os.write(file.fileno(), data) != len(data):
+                raise OSError(errno.ENOSPC, "short write")
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _last_byte(file: Any) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+class _Lock:
+    """An exclusive lock on a file, held while the process lives.
+
+    A POSIX record lock: children made by fork do not inherit it, so an orphan of a killed run
+    cannot hold it. It does not exclude the same process, hence the set.
+    """
+
+    _held: set[Path] = set()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        if self.path in self._held:
+            raise RunDirError(f"{path.parent}: this process has the run open already")
+        self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held on purpose
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise RunDirError(
+                    f"{path.parent}: its file system has no locks ({error}); use a local disk"
+                ) from error
+            raise RunDirError(
+                f"{path.parent}: in use by {holder}; wait for it, stop it, or choose another folder"
+            ) from error
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+        self._held.add(self.path)
+
+    def release(self) -> None:
+        """Unlock; the empty file stays, since removing it would race with the next owner."""
+        self._file.truncate(0)
+        self._file.close()
+        self._held.discard(self.path)
+
+
+def _check_is_ours(path: Path) -> None:
+    """Refuse a path that holds anything but a run, before a lock file is put there."""
+    if path.exists() and not path.is_dir():
+        raise RunDirError(f"{path}: is a file; expected a folder for the run")
+    if not path.is_dir() or _read_manifest(path) is not None:
+        return
+    foreign = [p.name for p in path.iterdir() if p.name != _LOCK_FILE and not is_leftover(p)]
+    if foreign:
+        raise RunDirError(
+            f"{path}: not empty and no run of ours (it holds {', '.join(sorted(foreign)[:3])}); "
+            "choose another folder"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """Content of config.json, None if there is none of ours (checkpoints have one as well)."""
+    try:
+        manifest = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    is_ours = isinstance(manifest, dict) and {"run_format", "stage", "config"} <= set(manifest)
+    return manifest if is_ours else None
+
+
+def _check_version(path: Path, manifest: dict[str, Any]) -> None:
+    if manifest["run_format"] != FORMAT_VERSION:
+        raise RunDirError(
+            f"{path}: run format {manifest['run_format']}, this rivet reads and writes "
+            f"{FORMAT_VERSION}; use the rivet that wrote it ({manifest.get('versions', {})}), "
+            "another folder, or --overwrite true"
+        )
+
+
+def _differences(
+    old: dict[str, Any], new: dict[str, Any], may_change: Collection[str]
+) -> list[str]:
+    """What differs between two sets of settings, as a reader would want it."""
+    names = [n for n in {**old, **new} if n not in may_change]
+    absent = "(absent)"
+    pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
+    return [f"{n} was {a!r}, is {b!r}" for n, a, b in pairs if a != b]
+
+
+def _new_manifest(settings: dict[str, Any], stage: str) -> dict[str, Any]:
+    facts = {"run_format": FORMAT_VERSION, "stage": stage, "seed": settings.get("seed")}
+    return {**facts, **_process_facts(), "config": settings}
+
+
+def _process_facts() -> dict[str, Any]:
+    """What is worth knowing later about the process that computes."""
+    return {
+        "started_at": _now(),
+        "command": shlex.join(sys.argv),
+        "git": _git_state(),
+        "versions": _versions(),
+        "platform": platform.platform(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the checkout that this package runs from, None for an installed copy."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=20
+    )
+    return done.stdout.strip()
+
+
+def _attach_log(path: Path) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # A log line that finds the disk full must not end the run; the run's own writes say it.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
