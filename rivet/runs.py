@@ -16,18 +16,10 @@ folder inside, never the run folder itself: `save_model` would overwrite config.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
-import platform
-import shlex
-import socket
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +32,8 @@ from rivet.files import (
     recover_folder,
     remove,
 )
+from rivet.lock import FolderLock, LockedError
+from rivet.provenance import now, process_facts
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +41,6 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 FINISHED_FILE = "finished.json"
 _LOCK_FILE = ".lock"
-_PACKAGES = (
-    "rivet torch transformers trl peft accelerate datasets vllm openai numpy math-verify "
-    "reasoning-gym"
-).split()
 # Settings that say where, how loudly or how fast, but never what is computed.
 _MAY_CHANGE = frozenset(
     "run_dir output_dir overwrite resume report_to run_name logging_dir disable_tqdm log_level "
@@ -80,7 +70,7 @@ class RunDir:
         self.path = path
         self.is_resumed = is_resumed
         self.is_writer = is_writer
-        self._lock: _Lock | None = None
+        self._lock: FolderLock | None = None
         self._log: logging.Handler | None = None
 
     @classmethod
@@ -119,12 +109,14 @@ class RunDir:
         _check_is_ours(path)
         with explain_full_disk(path):
             path.mkdir(parents=True, exist_ok=True)
-            run._lock = _Lock(path / _LOCK_FILE)
             try:
+                run._lock = FolderLock(path / _LOCK_FILE)
                 run._start(settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change))
                 run._log = _attach_log(path / "log.txt")
-            except BaseException:
+            except BaseException as error:
                 run.close()
+                if isinstance(error, LockedError):
+                    raise RunDirError(str(error)) from error
                 raise
         return run
 
@@ -194,7 +186,7 @@ class RunDir:
     def finish(self, results: Mapping[str, Any] | None = None) -> None:
         """Mark the run complete. Call it after everything else is on disk."""
         if self.is_writer:
-            content = {"finished_at": _now(), "results": to_plain(results or {})}
+            content = {"finished_at": now(), "results": to_plain(results or {})}
             atomic_write_json(self.path / FINISHED_FILE, content)
 
     def write_json(self, name: str, value: Any) -> None:
@@ -244,7 +236,7 @@ class RunDir:
         else:
             self._check_can_resume(old, settings, stage, resume, may_change)
             self.is_resumed = True
-            manifest = {**old, "resumed": [*old.get("resumed", []), _process_facts()]}
+            manifest = {**old, "resumed": [*old.get("resumed", []), process_facts()]}
             if manifest["resumed"][-1]["git"] != old["git"]:
                 logger.warning("%s: resumed by another commit than it was begun by", self.path)
             recover_folder(self.checkpoint)
@@ -329,45 +321,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-class _Lock:
-    """An exclusive lock on a file, held while the process lives.
-
-    A POSIX record lock: children made by fork do not inherit it, so an orphan of a killed run
-    cannot hold it. It does not exclude the same process, hence the set.
-    """
-
-    _held: set[Path] = set()
-
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
-        if self.path in self._held:
-            raise RunDirError(f"{path.parent}: this process has the run open already")
-        self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held on purpose
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self._file.close()
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise RunDirError(
-                    f"{path.parent}: its file system has no locks ({error}); use a local disk"
-                ) from error
-            raise RunDirError(
-                f"{path.parent}: in use by {holder}; wait for it, stop it, or choose another folder"
-            ) from error
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
-        self._held.add(self.path)
-
-    def release(self) -> None:
-        """Unlock; the empty file stays, since removing it would race with the next owner."""
-        self._file.truncate(0)
-        self._file.close()
-        self._held.discard(self.path)
-
-
 def _check_is_ours(path: Path) -> None:
     """Refuse a path that holds anything but a run, before a lock file is put there."""
     if path.exists() and not path.is_dir():
@@ -413,47 +366,7 @@ def _differences(
 
 def _new_manifest(settings: dict[str, Any], stage: str) -> dict[str, Any]:
     facts = {"run_format": FORMAT_VERSION, "stage": stage, "seed": settings.get("seed")}
-    return {**facts, **_process_facts(), "config": settings}
-
-
-def _process_facts() -> dict[str, Any]:
-    """What is worth knowing later about the process that computes."""
-    return {
-        "started_at": _now(),
-        "command": shlex.join(sys.argv),
-        "git": _git_state(),
-        "versions": _versions(),
-        "platform": platform.platform(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that this package runs from, None for an installed copy."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(root: Path, *args: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
+    return {**facts, **process_facts(), "config": settings}
 
 
 def _attach_log(path: Path) -> logging.Handler:
@@ -467,7 +380,3 @@ def _attach_log(path: Path) -> logging.Handler:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
