@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from data.problems import Problem
 from rivet.grading.verdict import Grade
+from rivet.rewards import outcome_reward
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 
@@ -50,6 +51,6 @@ async def grade_trajectory(
         grade = Grade("no_answer", None, "no closed answer span")
     else:
         grade = await grader.grade(text, problem.answer, **grading_arguments(problem))
-    reward = {"right": 1.0, "wrong": 0.0, "no_answer": 0.0}.get(grade.outcome)
     info = trajectory.info | {"extracted": grade.extracted, "reason": grade.reason}
-    return replace(trajectory, outcome=grade.outcome, reward=reward, info=info)
+    graded = replace(trajectory, outcome=grade.outcome, info=info)
+    return replace(graded, reward=outcome_reward(graded))

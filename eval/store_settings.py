@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from data.problems import Problem
+from rivet.files import atomic_write_json
 from rivet.rollout.backend import SamplingParams
 
 FILE_NAME = "settings.json"
@@ -95,7 +95,8 @@ def check_store_settings(folder: Path, wanted: Mapping[str, Any], *, has_rows: b
                 f"{folder}: holds rows but no {FILE_NAME}, so what they were sampled with is "
                 "unknown; use another folder, or remove this one to sample again"
             )
-        _write(folder, wanted)
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_json(folder / FILE_NAME, wanted)
         return
     differences = list(_differences(found, wanted, ""))
     if differences:
@@ -113,15 +114,3 @@ def _differences(found: Any, wanted: Any, key: str) -> Iterable[str]:
             yield from _differences(found.get(name), wanted.get(name), path)
     elif found != wanted:
         yield f"{key}: in the store {json.dumps(found)}, now {json.dumps(wanted)}"
-
-
-def _write(folder: Path, settings: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE_NAME
-    temporary = path.with_name(f".{FILE_NAME}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(settings, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

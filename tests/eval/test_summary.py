@@ -1,0 +1,162 @@
+"""What is counted over trajectories: every row has one result, faults take part in nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripted import completion, trajectory_of
+
+from eval.summary import RESULTS, result_of, scores_by_problem, summarise
+from rivet.rollout.types import RolloutRequest
+from rivet.tokenization import ProtocolTokenizer
+from rivet.trajectory import Trajectory
+
+
+@pytest.fixture
+def row(tag_tokenizer: ProtocolTokenizer):
+    """Makes one graded row."""
+
+    def make(problem: str, index: int, outcome: str | None, **changes: Any) -> Trajectory:
+        request = RolloutRequest(
+            problem,
+            (1, 2),
+            mode=changes.pop("mode", "experts"),
+            sample_index=index,
+            info={"family": changes.pop("family", "gcd"), "source": "toy"}
+            | changes.pop("info", {}),
+        )
+        pieces = completion(changes.pop("expert", "numth"), "6", mode=request.mode)
+        defaults: dict[str, Any] = {
+            "outcome": outcome,
+            "reward": {"right": 1.0, "wrong": 0.0, "no_answer": 0.0}.get(outcome or ""),
+        }
+        return trajectory_of(tag_tokenizer, request, pieces, **(defaults | changes))
+
+    return make
+
+
+def test_every_row_has_exactly_one_result(row) -> None:
+    broken = {"well_formed": False, "malformed_reason": "text after the answer"}
+    rows = [
+        row("a", 0, "right"),
+        row("a", 1, "right", **broken),
+        row("a", 2, "wrong"),
+        row("a", 3, "wrong", **broken),
+        row("b", 0, "no_answer", well_formed=False, finish="length"),
+        row("b", 1, "no_answer", well_formed=False, finish="malformed"),
+        row("b", 2, "no_answer"),
+        row("b", 3, None, fault="timeout", finish="fault"),
+        row("c", 0, "died"),
+        row("c", 1, "wrong", **broken, mode="plain"),
+    ]
+    assert [result_of(t) for t in rows] == [
+        "right",
+        "right",
+        "wrong",
+        "malformed",
+        "truncated",
+        "malformed",
+        "no_answer",
+        "fault",
+        "fault",
+        "wrong",
+    ]
+    summary = summarise(rows)
+    assert summary["outcomes"] == {
+        "right": 2,
+        "wrong": 2,
+        "no_answer": 1,
+        "malformed": 2,
+        "truncated": 1,
+        "fault": 2,
+    }
+    assert sum(summary["outcomes"].values()) == len(rows) and set(summary["outcomes"]) == set(
+        RESULTS
+    )
+    json.dumps(summary, allow_nan=False)
+
+
+def test_faults_change_no_share(row) -> None:
+    scored = [row(p, i, "right" if i else "wrong") for p in "abc" for i in range(2)]
+    faulted = [
+        row(p, i, None, fault="timeout", finish="fault", well_formed=False)
+        for p in "abcd"
+        for i in range(2, 5)
+    ]
+    with_faults, without = summarise(scored + faulted), summarise(scored)
+    assert with_faults.pop("outcomes")["fault"] == 12
+    without.pop("outcomes")
+    assert with_faults == without
+    assert scores_by_problem(scored + faulted) == {"a": (2, 1), "b": (2, 1), "c": (2, 1)}
+
+
+def test_accuracy_pass_and_majority_of_worked_numbers(row) -> None:
+    rows = [row("a", i, "right" if i < 3 else "wrong") for i in range(4)]
+    rows += [
+        row("b", i, "right" if i < 1 else "wrong", info={"extracted": "6" if i < 1 else "7"})
+        for i in range(4)
+    ]
+    summary = summarise(rows)
+    assert summary["accuracy"] == 0.5 and summary["n"] == 2 and summary["samples"] == 8
+    assert summary["ci_low"] <= 0.5 <= summary["ci_high"]
+    assert summary["samples_per_problem"] == 4
+    assert list(summary["pass_at_k"]) == ["1", "2", "4"]
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx(0.5)
+    assert summary["pass_at_k"]["2"]["value"] == pytest.approx((1 + 0.5) / 2)
+    assert summary["pass_at_k"]["4"]["value"] == 1.0
+    assert (summary["maj_at_k"]["k"], summary["maj_at_k"]["value"]) == (4, 0.5)
+
+
+def test_routes_count_the_first_expert_and_silence_is_no_right_route(row) -> None:
+    competent = {"gcd": "numth", "sum": "calc"}
+    rows = [
+        row("a", 0, "right", info={"routes": ["numth", "sage"]}),
+        row("b", 0, "right", info={"routes": ["calc"]}),
+        row("c", 0, "right", info={"routes": []}),
+        row("d", 0, "wrong", info={"routes": ["calc"]}, family="sum"),
+        row("e", 0, "wrong", info={"routes": ["sage"]}, family="unknown"),
+    ]
+    summary = summarise(rows, competent=competent)
+    assert summary["route_accuracy"] == 0.5
+    assert summary["consulted"] == 0.8
+    assert summary["route_shares"] == {"calc": 0.5, "numth": 0.25, "sage": 0.25}
+    assert summary["by"]["family"]["sum"]["route_shares"] == {"calc": 1.0}
+    assert summarise(rows)["route_accuracy"] is None
+    local = summarise([row("a", 0, "right", mode="local", info={"routes": ["numth"]})])
+    assert local["route_shares"] == {"numth": 1.0}
+
+
+def test_usage_is_per_problem_by_author(row) -> None:
+    rows = [row("a", 0, "right"), row("a", 1, "right"), row("b", 0, "right")]
+    usage = summarise(rows)["usage_per_problem"]
+    for author in ("controller", "expert", "environment"):
+        tokens = sum(len(s) for s in rows[0].segments if s.author == author)
+        assert usage[f"{author}_tokens"] == pytest.approx(3 * tokens / 2)
+    assert usage["expert_calls"] == 1.5 and usage["cost_usd"] == pytest.approx(0.0015)
+
+
+def test_fabricated_outputs_and_failed_programs_are_shares(row) -> None:
+    rows = [
+        row("a", 0, "no_answer", finish="fabricated_output", well_formed=False),
+        row("b", 0, "right"),
+        row("c", 0, "right", code_runs=()),
+        row("d", 0, "right"),
+    ]
+    summary = summarise(rows)
+    assert summary["fabricated_output_rate"] == 0.25
+    assert summary["code_ok"] == 1.0
+    assert summary["well_formed"] == 0.75
+
+
+def test_no_rows_and_only_faults_give_an_empty_summary_without_a_nan() -> None:
+    summary = summarise([])
+    assert (summary["n"], summary["accuracy"], summary["ci_low"], summary["ci_high"]) == (
+        0,
+        0,
+        0,
+        1,
+    )
+    assert summary["pass_at_k"] == {} and summary["consulted"] is None
+    json.dumps(summary, allow_nan=False)
