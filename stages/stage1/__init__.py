@@ -1,0 +1,1 @@
+"""Stage I: expert-augmented reinforcement learning of the controller."""

@@ -1,0 +1,309 @@
+"""TRL's GRPO trainer with our rollouts and a weight for every token.
+
+Written against TRL 1.16.0. What is overridden, each pinned by `tests/stages/test_stage1_trainer.py`:
+
+- `rollout_func` (public) supplies whole trajectories with spliced expert and output tokens;
+- `_generate_and_score_completions` replaces advantages (B*G,) by signed token weights (B*G, T), the
+  loss mask and the denominator. Fractional numbers go there and never into the mask, which would
+  scale the KL term and the ratio too;
+- `_compute_loss` multiplies in what needs the current probabilities (shaping, importance ratio)
+  and adds the entropy of route tokens. TRL computes the loss from the weights as it always does;
+- `_get_per_token_logps_and_entropies` hands TRL's loss the scores of the forward pass that
+  `_compute_loss` has just made, so there is one forward pass a step;
+- the sampler keeps our order of problems (`shuffle_dataset` is ours, not TRL's).
+
+Shapes: B = prompts, G = generations per prompt, T = completion tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+
+from data.problems import Problem
+from rivet.files import atomic_write_text
+from rivet.trajectory import Trajectory
+from stages.stage1.config import Stage1Config
+from stages.stage1.health import BatchHealth, FaultWatch, fault_of, rollout_metrics
+from stages.stage1.objective import (
+    TokenRoles,
+    group_advantages,
+    importance_factor,
+    shaping_factor,
+    token_counts,
+    token_weights,
+    trained,
+)
+from stages.stage1.rollouts import Asked, StepRollouts, with_info
+
+COMPLETE_FILE = "complete.txt"
+_ROW = "rivet_row"
+
+
+def is_void(trajectory: Trajectory) -> bool:
+    """True if it holds neither an answer nor an action: there is nothing to reinforce."""
+    return not (trajectory.answer or trajectory.expert_calls or trajectory.code_runs)
+
+
+def problem_order(count: int, per_step: int, steps: int, *, seed: int, shuffle: bool) -> list[int]:
+    """Rows of the problems of every step, `per_step` distinct ones each, flat.
+
+    Each pass over the problems has its own order, fixed by the seed; what is left at its end and
+    does not fill a step is skipped.
+
+    Raises:
+        ValueError: There are fewer problems than one step needs.
+    """
+    if count < per_step:
+        raise ValueError(f"{count} problems, but one step takes {per_step}; add problems")
+    order: list[int] = []
+    epoch = 0
+    while len(order) < steps * per_step:
+        rows = list(range(count))
+        if shuffle:
+            random.Random(f"{seed}\x1f{epoch}").shuffle(rows)
+        order += rows[: count - count % per_step]
+        epoch += 1
+    return order[: steps * per_step]
+
+
+def roles_of(trajectories: Sequence[Trajectory], length: int, device: torch.device) -> TokenRoles:
+    """Masks of shape (B*G, length) from the trajectories' authors and kinds."""
+    codes = torch.zeros(len(trajectories), length, dtype=torch.int8)  # 0: environment, padding
+    for row, trajectory in enumerate(trajectories):
+        start = 0
+        for segment in trajectory.segments:
+            end = start + len(segment)
+            if segment.author == "expert":
+                codes[row, start:end] = 2
+            elif segment.author == "controller":
+                codes[row, start:end] = 3 if segment.kind == "route" else 1
+            start = end
+    codes = codes.to(device)
+    return TokenRoles((codes == 1) | (codes == 3), codes == 2, codes == 3)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a trainer's folder; half-written ones are removed."""
+    newest: tuple[int, Path] | None = None
+    for path in folder.glob("checkpoint-*"):
+        if not (path / COMPLETE_FILE).is_file():
+            shutil.rmtree(path)
+            continue
+        step = int(path.name.rpartition("-")[2])
+        if newest is None or step > newest[0]:
+            newest = (step, path)
+    return newest and newest[1]
+
+
+class Stage1Trainer(GRPOTrainer):
+    """GRPO over expert-assisted trajectories.
+
+    Args:
+        model: The controller.
+        args: Settings; `max_steps` must be set.
+        problems: What is trained on; rows are drawn from it by `problem_order`.
+        rollouts: Gives the graded trajectories of each step.
+        processing_class: The controller's tokenizer.
+        right_experts: Problem id -> name of the expert that knows it, where that is known.
+        callbacks: As in TRL.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: Stage1Config,
+        problems: Sequence[Problem],
+        rollouts: StepRollouts,
+        processing_class: PreTrainedTokenizerBase,
+        right_experts: dict[str, str] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        self._problems = problems
+        self._rollouts = rollouts
+        self._right_experts = right_experts or {}
+        self._objective = args.objective()
+        self._fault_watch = FaultWatch(args.max_fault_rate, args.fault_window)
+        self._batch: list[Trajectory] = []
+        self._batch_is_stored = False
+        self._scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        order = problem_order(
+            len(problems),
+            args.prompts_per_step,
+            args.max_steps,
+            seed=args.seed,
+            shuffle=bool(args.shuffle_dataset),
+        )
+        # The row travels inside the message: a rollout function sees no other column.
+        prompts = [
+            [{"role": "user", "content": p.problem, _ROW: row}] for row, p in enumerate(problems)
+        ]
+        super().__init__(
+            model=model,
+            reward_funcs=[self._outcome_reward],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": prompts}).select(order),
+            processing_class=processing_class,
+            callbacks=callbacks,
+            rollout_func=type(self)._rollout,
+        )
+        self.shuffle_dataset = False
+
+    def _outcome_reward(self, **_: Any) -> list[float | None]:
+        """Rewards of the batch; None leaves TRL's own statistics as it leaves ours."""
+        return [t.reward for t in self._batch]
+
+    @staticmethod
+    def _rollout(prompts: list[list[dict[str, Any]]], trainer: Stage1Trainer) -> dict[str, Any]:
+        """TRL's rollout function. The prompts come repeated: one row per trajectory."""
+        step = trainer.state.global_step + 1
+        offset = trainer.accelerator.process_index * len(prompts)
+        size = trainer.num_generations
+        asked = [
+            Asked(trainer._problems[prompt[0][_ROW]], (offset + n) % size, step)
+            for n, prompt in enumerate(prompts)
+        ]
+        started = time.perf_counter()
+        # Sampling must not move the trainer's generator: replayed steps do not sample.
+        with torch.random.fork_rng(), torch.no_grad():
+            trainer._batch, trainer._batch_is_stored = trainer._rollouts.of_step(step, asked)
+        trainer._metric("time/rollout_s", time.perf_counter() - started)
+        trainer._watch_faults()
+        eos = trainer._tokenizer.eos_token_id
+        return {
+            "prompt_ids": [list(t.prompt_ids) for t in trainer._batch],
+            # TRL reads the last token of every completion, so none may be empty.
+            "completion_ids": [t.completion_ids or [eos] for t in trainer._batch],
+            "logprobs": [t.logprobs or [None] for t in trainer._batch],
+            # All floats: `pad` takes the type of the first row for every row.
+            "env_mask": [
+                [0.0 if author == "environment" else 1.0 for author in t.authors] or [0.0]
+                for t in trainer._batch
+            ],
+        }
+
+    def _watch_faults(self) -> None:
+        """Stop before anything is written or trained if too much of the batch failed."""
+        faults = [fault for t in self._batch if (fault := fault_of(t)) is not None]
+        counts = torch.tensor([len(faults), len(self._batch)], device=self.accelerator.device)
+        # Every process sees the same counts, so all of them stop.
+        total = self.accelerator.reduce(counts, reduction="sum").tolist()
+        self._fault_watch.update(*total, examples=faults)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        batch, device = self._batch, self.accelerator.device
+        rewards = torch.tensor(
+            [float("nan") if t.reward is None else t.reward for t in batch], device=device
+        )
+        # Groups may straddle processes.
+        advantages = group_advantages(
+            self.accelerator.gather(rewards),
+            self.num_generations,
+            scale=self._objective.scale,
+            epsilon=self._objective.epsilon,
+        )
+        start = self.accelerator.process_index * len(batch)
+        mine = advantages.rows(start, start + len(batch))
+        roles = roles_of(batch, output["completion_ids"].size(1), device)
+        is_trained = trained(
+            mine, torch.tensor([is_void(t) for t in batch], device=device), self._objective
+        )
+        weights = token_weights(
+            self._objective,
+            roles,
+            mine.values,
+            is_right=torch.tensor([t.outcome == "right" for t in batch], device=device),
+            is_trained=is_trained,
+            counts=self.accelerator.reduce(token_counts(roles, is_trained), reduction="sum"),
+        )
+        output["advantages"] = weights.weights
+        output["tool_mask"] = weights.mask
+        output["num_items_in_batch"] = weights.num_items
+        # Tensors whose first dimension is the batch are shuffled and split with it.
+        output["entropy_weights"] = weights.entropy_weights
+        output["is_controller"], output["is_expert"] = roles.controller, roles.expert
+        output["is_route"] = roles.route
+        self._log_rollouts(advantages.is_flat.float().mean().item(), mine.values.tolist())
+        return output
+
+    def _log_rollouts(self, flat_rate: float, advantages: list[float]) -> None:
+        """Write the step's shard, unless it was replayed, and the metrics of its rollouts."""
+        if not self._batch_is_stored:
+            step = self.state.global_step + 1
+            self._batch = with_info(self._batch, {"advantage": advantages})
+            self._rollouts.keep(step, self._batch)
+        self._metric("reward/flat_groups", flat_rate)
+        for name, value in rollout_metrics(self._batch, self._right_experts).items():
+            self._metric(name, value)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        logps, entropies, aux_loss = self._forward(model, inputs)
+        assert entropies is not None
+        weights = self._current_weights(logps, inputs)
+        self._scores = (logps, entropies, aux_loss)
+        loss = super()._compute_loss(model, {**inputs, "advantages": weights})
+        # The data-parallel mean over processes divides by their number.
+        scale = self.accelerator.num_processes
+        loss = loss - scale * (entropies * inputs["entropy_weights"]).sum()
+        health = BatchHealth.of(logps.detach(), entropies.detach(), weights, inputs)
+        for name, value in health.reduced(self.accelerator).items():
+            self._metric(name, value)
+        return loss
+
+    def _forward(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities and entropies of the completion, each of shape (B*G, T)."""
+        return super()._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self._scores is not None:
+            scores, self._scores = self._scores, None
+            return scores
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _current_weights(self, logps: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Token weights with everything that depends on current probabilities, (B*G, T)."""
+        weights = inputs["advantages"]
+        if self._objective.shaping != "none":
+            factor = shaping_factor(self._objective, logps, weights)
+            weights = torch.where(inputs["is_expert"], weights * factor, weights)
+        clip = self.args.importance_clip
+        if clip is not None:
+            old = inputs.get("old_per_token_logps", logps)
+            factor = importance_factor(old, inputs["sampling_per_token_logps"], clip)
+            weights = torch.where(inputs["is_controller"], weights * factor, weights)
+        return weights
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            # The last file: a checkpoint without it was being written when the run was killed.
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            atomic_write_text(folder / COMPLETE_FILE, f"{self.state.global_step}\n")
+
+    def _metric(self, name: str, value: float) -> None:
+        """One value of a metric; TRL averages them at the next log and reports the mean."""
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append(value)
