@@ -144,7 +144,7 @@ def _routing(
     `route_accuracy` is over all rows whose family has a competent expert; one that consults nobody
     has not routed right, so that silence is no way to a high value.
     """
-    first = [(t, (routes_of(t) or [None])[0]) for t in scored]
+    first = [(t, next(iter(routes_of(t)), None)) for t in scored]
     routable = [
         (t, name)
         for t, name in first

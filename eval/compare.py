@@ -1,0 +1,223 @@
+"""Whether one run is better than another: differences paired by problem, with a bootstrap.
+
+Both runs answered the same problems, so the difference of a problem's means is what varies, and
+resampling problems keeps whatever they have in common (difficulty). Between the conditions
+`experts` and `local` of one checkpoint the difference is the *expert-removal gap*.
+
+Run line: `python -m eval.compare runs/mini/eval/experts runs/mini/eval/local`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.conditions import Condition, ConditionError, read_condition
+
+RESAMPLES = 10_000
+_BATCH = 2**22  # numbers drawn at once, to bound memory
+# What must agree for a pair to mean anything, with how to name it.
+_MUST_AGREE = {
+    "problems_digest": "the problems or their golds",
+    "samples_per_problem": "samples per problem (k)",
+    "prompts_digest": "the prompts",
+}
+
+
+class CompareError(ValueError):
+    """Two runs cannot be compared; the message says in what they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """b - a over paired problems.
+
+    Attributes:
+        value: Mean difference, in [-1, 1].
+        low, high: 95% bootstrap interval (percentile).
+        p_value: Two-sided, from the same bootstrap: below 0.05 where the interval excludes 0.
+        n: Paired problems.
+    """
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    n: int
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "difference": self.value,
+            "ci_low": self.low,
+            "ci_high": self.high,
+            "p_value": self.p_value,
+            "n": self.n,
+            "is_real": self.is_real,
+        }
+
+
+def paired_bootstrap(
+    a: Sequence[float], b: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Difference:
+    """Mean of b - a over problems, with a percentile bootstrap over problems.
+
+    The p-value is twice the smaller share of resamples on one side of 0, counted with the
+    observed one (Davison and Hinkley 1997, section 4.2), so it is never 0.
+
+    Args:
+        a, b: A value per problem, in the same order, shape (P,).
+        resamples: Bootstrap resamples.
+        seed: Same seed, same interval.
+
+    Raises:
+        CompareError: No problem, or lengths that differ.
+    """
+    if len(a) != len(b) or not len(a):
+        raise CompareError(f"expected pairs of at least one problem, got {len(a)} and {len(b)}")
+    differences = np.asarray(b, dtype=float) - np.asarray(a, dtype=float)  # (P,)
+    n = len(differences)
+    rng = np.random.default_rng(seed)
+    means = []
+    rows = max(1, _BATCH // n)
+    for start in range(0, resamples, rows):
+        picked = rng.integers(0, n, (min(rows, resamples - start), n))
+        means.append(differences[picked].mean(axis=1))
+    drawn = np.concatenate(means)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    # Means of the same numbers in another order differ in the last bits: that is no side of 0.
+    side = min((drawn <= 1e-12).sum(), (drawn >= -1e-12).sum())
+    p_value = min(1.0, 2 * (side + 1) / (resamples + 1))
+    mean = float(differences.mean())
+    return Difference(mean, min(float(low), mean), max(float(high), mean), float(p_value), n)
+
+
+def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict[str, Any]:
+    """Compare two conditions, overall and per source.
+
+    Args:
+        a, b: What was evaluated; the difference is b - a.
+        across_prompts: Compare although the prompts differ (a condition that offers other tags).
+
+    Returns:
+        `name` of the comparison, `overall` and `by_source` differences, the accuracies, and the
+        number of problems that only one of the two has a scored sample of.
+
+    Raises:
+        CompareError: Problems, k or prompts differ.
+    """
+    _check_comparable(a, b, across_prompts)
+    in_a = {s["problem_id"]: s for s in a.scores}
+    in_b = {s["problem_id"]: s for s in b.scores}
+    paired = [p for p in in_a if p in in_b]
+    if not paired:
+        raise CompareError(f"{a.folder} and {b.folder}: no problem has a scored sample in both")
+    sources = sorted({in_a[p]["source"] for p in paired})
+
+    def difference(problems: list[str]) -> dict[str, Any]:
+        values = [
+            [scores[p]["right"] / scores[p]["samples"] for p in problems] for scores in (in_a, in_b)
+        ]
+        return paired_bootstrap(*values).to_dict()
+
+    return {
+        "name": _name(a, b),
+        "a": _label(a),
+        "b": _label(b),
+        "accuracy_a": a.results["accuracy"],
+        "accuracy_b": b.results["accuracy"],
+        "overall": difference(paired),
+        "by_source": {
+            source: difference([p for p in paired if in_a[p]["source"] == source])
+            for source in sources
+        }
+        if len(sources) > 1
+        else {},
+        "unpaired": len(in_a.keys() ^ in_b.keys()),
+    }
+
+
+def describe(comparison: dict[str, Any]) -> str:
+    """A comparison as lines of text."""
+    lines = [
+        f"{comparison['name']}: {comparison['a']} {comparison['accuracy_a']:.1%}, "
+        f"{comparison['b']} {comparison['accuracy_b']:.1%}"
+    ]
+    rows = {"all problems": comparison["overall"]} | comparison["by_source"]
+    for name, d in rows.items():
+        verdict = "a real difference" if d["is_real"] else "no difference can be told"
+        lines.append(
+            f"  {name}: {100 * d['difference']:+.1f} points "
+            f"[{100 * d['ci_low']:+.1f}, {100 * d['ci_high']:+.1f}], p = {d['p_value']:.4f}, "
+            f"{d['n']} problems: {verdict}"
+        )
+    if comparison["unpaired"]:
+        lines.append(f"  {comparison['unpaired']} problems without a partner were left out")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare two evaluated conditions."""
+    parser = argparse.ArgumentParser(
+        prog="rivet compare", description="Paired bootstrap difference of two runs, B minus A."
+    )
+    parser.add_argument("run_a", type=Path, help="folder of a condition, such as RUN/experts")
+    parser.add_argument("run_b", type=Path, help="folder of the condition to compare with it")
+    parser.add_argument(
+        "--across-prompts", action="store_true", help="compare although the prompts differ"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    try:
+        result = compare(
+            read_condition(args.run_a),
+            read_condition(args.run_b),
+            across_prompts=args.across_prompts,
+        )
+    except (CompareError, ConditionError) as error:
+        print(f"rivet compare: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result, indent=2) if args.json else describe(result))
+    return 0
+
+
+def _check_comparable(a: Condition, b: Condition, across_prompts: bool) -> None:
+    different = [
+        f"{what}: {a.settings.get(key)} and {b.settings.get(key)}"
+        for key, what in _MUST_AGREE.items()
+        if a.settings.get(key) != b.settings.get(key)
+        and not (across_prompts and key == "prompts_digest")
+    ]
+    if different:
+        hint = "; --across-prompts allows other prompts" if "prompts" in different[-1] else ""
+        raise CompareError(
+            f"{a.folder} and {b.folder} differ in {'; '.join(different)}: only runs over the same "
+            f"problems can be paired{hint}"
+        )
+
+
+def _name(a: Condition, b: Condition) -> str:
+    same = a.results["checkpoint"] == b.results["checkpoint"]
+    if same and {a.results["condition"], b.results["condition"]} == {"experts", "local"}:
+        return "expert-removal gap"
+    return "difference"
+
+
+def _label(condition: Condition) -> str:
+    return f"{condition.results['checkpoint']}/{condition.results['condition']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

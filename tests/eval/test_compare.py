@@ -1,0 +1,144 @@
+"""Paired differences: worked numbers, simulated coverage, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scripted import ScriptedEngine, ScriptedGrader
+
+from eval.compare import CompareError, compare, describe, main, paired_bootstrap
+from eval.conditions import ConditionError, read_condition, write_condition
+from eval.generate import sample
+from eval.summary import summarise
+from rivet.rollout.backend import SamplingParams
+from rivet.store import TrajectoryStore
+
+
+async def evaluate(
+    folder: Path, problems, prompts, *, mode="experts", seed=0, k=2, checkpoint="stage1"
+) -> Path:
+    """A finished condition in a folder."""
+    rows = await sample(
+        ScriptedEngine(prompts.tokenizer),
+        ScriptedGrader(),
+        problems,
+        prompts=prompts,
+        mode=mode,
+        sampling=SamplingParams(),
+        samples_per_problem=k,
+        seed=seed,
+        store=TrajectoryStore(folder / "trajectories"),
+        progress=None,
+    )
+    write_condition(folder, {"checkpoint": checkpoint, "condition": mode, **summarise(rows)}, rows)
+    return folder
+
+
+def test_the_paired_difference_of_worked_numbers() -> None:
+    result = paired_bootstrap([0, 0, 1, 0.5], [1, 0, 1, 1])
+    assert result.value == pytest.approx(0.375)
+    assert -0.01 <= result.low <= result.value <= result.high <= 1
+    assert result.n == 4
+    assert paired_bootstrap([0, 0, 1, 0.5], [1, 0, 1, 1]) == result  # seeded
+
+
+def test_equal_runs_differ_by_nothing() -> None:
+    result = paired_bootstrap([0, 1, 0.5], [0, 1, 0.5])
+    assert (result.value, result.low, result.high, result.p_value) == (0, 0, 0, 1)
+    assert not result.is_real
+
+
+def test_pairing_finds_a_small_difference_that_separate_intervals_would_miss() -> None:
+    rng = np.random.default_rng(3)
+    a = rng.integers(0, 2, 400).astype(float)
+    b = a.copy()
+    b[np.flatnonzero(a == 0)[:12]] = 1  # 3 points better, on the same problems
+    result = paired_bootstrap(a.tolist(), b.tolist())
+    assert result.is_real and result.p_value < 0.01 and result.low < 0.03 < result.high
+
+
+def test_the_bootstrap_interval_covers_and_the_p_value_is_uniform_enough_under_no_difference() -> (
+    None
+):
+    rng = np.random.default_rng(0)
+    runs, problems = 300, 120
+    covered = rejected = 0
+    for seed in range(runs):
+        chance = rng.beta(0.5, 0.5, problems)
+        a, b = rng.binomial(2, chance) / 2, rng.binomial(2, chance) / 2
+        result = paired_bootstrap(a.tolist(), b.tolist(), resamples=1000, seed=seed)
+        covered += result.low <= 0 <= result.high
+        rejected += result.p_value < 0.05
+    assert 0.91 <= covered / runs <= 0.98
+    assert 0.02 <= rejected / runs <= 0.09
+
+
+def test_lengths_that_differ_are_refused() -> None:
+    with pytest.raises(CompareError, match="got 1 and 2"):
+        paired_bootstrap([1], [1, 0])
+    with pytest.raises(CompareError, match="at least one problem"):
+        paired_bootstrap([], [])
+
+
+async def test_the_two_conditions_of_a_checkpoint_give_the_expert_removal_gap(
+    problems, prompts, tmp_path, capsys
+) -> None:
+    a = await evaluate(tmp_path / "experts", problems, prompts)
+    b = await evaluate(tmp_path / "local", problems, prompts, mode="local")
+    result = compare(read_condition(a), read_condition(b))
+    assert result["name"] == "expert-removal gap"
+    # The scripted engine ignores the mode: no difference at all.
+    assert result["overall"]["difference"] == 0 and not result["overall"]["is_real"]
+    assert (result["a"], result["b"]) == ("stage1/experts", "stage1/local")
+    assert "no difference can be told" in describe(result)
+    assert main([str(a), str(b)]) == 0
+    assert "expert-removal gap" in capsys.readouterr().out
+    assert main([str(a), str(b), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == result
+
+
+async def test_the_difference_is_that_of_the_two_accuracies(problems, prompts, tmp_path) -> None:
+    a = read_condition(await evaluate(tmp_path / "a", problems, prompts, seed=1))
+    b = read_condition(
+        await evaluate(tmp_path / "b", problems, prompts, seed=2, checkpoint="stage2")
+    )
+    result = compare(a, b)
+    assert result["name"] == "difference"
+    assert result["overall"]["difference"] == pytest.approx(
+        b.results["accuracy"] - a.results["accuracy"]
+    )
+
+
+async def test_runs_over_other_problems_or_another_k_are_refused(
+    problems, prompts, tmp_path, capsys
+) -> None:
+    a = await evaluate(tmp_path / "a", problems, prompts)
+    fewer = await evaluate(tmp_path / "fewer", problems[:-1], prompts)
+    another_k = await evaluate(tmp_path / "k", problems, prompts, k=3)
+    with pytest.raises(CompareError, match="differ in the problems or their golds"):
+        compare(read_condition(a), read_condition(fewer))
+    with pytest.raises(CompareError, match=r"samples per problem \(k\): 2 and 3"):
+        compare(read_condition(a), read_condition(another_k))
+    assert main([str(a), str(fewer)]) == 1
+    assert "rivet compare:" in capsys.readouterr().err
+
+
+async def test_other_prompts_are_refused_unless_allowed(problems, prompts, tmp_path) -> None:
+    a = read_condition(await evaluate(tmp_path / "a", problems, prompts))
+    b = read_condition(await evaluate(tmp_path / "b", problems, prompts))
+    b.settings["prompts_digest"] = "another"
+    with pytest.raises(CompareError, match="the prompts.*--across-prompts"):
+        compare(a, b)
+    assert compare(a, b, across_prompts=True)["overall"]["difference"] == 0
+
+
+async def test_a_folder_without_results_is_refused_with_a_hint(problems, prompts, tmp_path) -> None:
+    await evaluate(tmp_path / "run" / "local", problems, prompts)
+    with pytest.raises(ConditionError, match="did you mean one of local"):
+        read_condition(tmp_path / "run")
+    (tmp_path / "run" / "local" / "scores.json").write_text("[")
+    with pytest.raises(ConditionError, match=r"scores\.json: cannot be read"):
+        read_condition(tmp_path / "run" / "local")
