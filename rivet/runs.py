@@ -21,6 +21,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from rivet.config import to_plain
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 FINISHED_FILE = "finished.json"
+LOG_FILE = "log.txt"
 _LOCK_FILE = ".lock"
 # Settings that say where, how loudly or how fast, but never what is computed.
 _MAY_CHANGE = frozenset(
@@ -112,7 +114,7 @@ class RunDir:
             try:
                 run._lock = FolderLock(path / _LOCK_FILE)
                 run._start(settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change))
-                run._log = _attach_log(path / "log.txt")
+                run._log = _attach_log(path / LOG_FILE)
             except BaseException as error:
                 run.close()
                 if isinstance(error, LockedError):
@@ -141,7 +143,19 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and self._log is not None:
+            # The command shows one line; the whole of it is kept here.
+            record = logger.makeRecord(
+                logger.name, logging.ERROR, __file__, 0, "failed", (), (type(error), error, trace)
+            )
+            self._log.handle(record)
+            error.add_note(f"log: {self.path / LOG_FILE}")
         self.close()
 
     def close(self) -> None:

@@ -223,6 +223,14 @@ def test_the_log_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
     assert "step one" in text and "after the end" not in text
 
 
+def test_an_error_leaves_its_traceback_in_the_log_and_says_where(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with RunDir.open(tmp_path, Config(), stage="stage1"):
+            1 / 0  # noqa: B018
+    assert caught.value.__notes__ == [f"log: {tmp_path / 'log.txt'}"]
+    assert "1 / 0" in (tmp_path / "log.txt").read_text()
+
+
 def no_space(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
