@@ -1,0 +1,177 @@
+"""Decide whether two expressions are equal, and how close a decimal must be to its fraction.
+
+Rational constants are compared exactly. Other constants must agree at 60 digits and again far
+beyond the size of every integer involved. Expressions with unknowns must agree at seeded points,
+each value exact where it is rational: a chance agreement would need about 500 coinciding digits.
+"""
+
+import random
+from fractions import Fraction
+from typing import Any
+
+from rivet.grading.evaluate import (
+    DIGITS,
+    Evaluator,
+    Undefined,
+    Value,
+    is_constant,
+    mpmath_context,
+    rational,
+)
+from rivet.grading.syntax import Node
+
+MIN_DIGITS_FRACTION = 6
+MIN_DIGITS_IRRATIONAL = 10
+_DOUBLE_DIGITS = 15
+_INTEGER_OPS = ("floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm")
+
+
+def infinity_sign(node: Node) -> int:
+    """Return the sign of a signed infinity, or 0 for everything else."""
+    sign = 1
+    while node.op == "neg":
+        node, sign = node.args[0], -sign
+    return sign if node.op == "constant" and node.name == "infty" else 0
+
+
+def equal(left: Node, right: Node) -> bool:
+    """Tell whether two expressions are equal wherever both are defined.
+
+    Raises:
+        TooExpensive: Their values cost too much.
+        Undefined: A constant among them has no value.
+    """
+    if _uses(left, "infty") or _uses(right, "infty"):
+        return infinity_sign(left) == infinity_sign(right) != 0
+    if is_constant(left) and is_constant(right):
+        return _equal_constants(left, right)
+    return left == right or _equal_functions(left, right)
+
+
+def ratio_sign(left: Node, right: Node) -> int:
+    """Return the sign of c when `left = c * right` for one real constant c, else 0.
+
+    The differences of both sides of two equations are in such a ratio when they are one curve.
+    """
+    ratios: list[Value] = []
+    allow_complex = _uses(left, "i") or _uses(right, "i")
+    for point in _points(left, right, count=9):
+        try:
+            evaluator = Evaluator(point, allow_complex=allow_complex)
+            over, under = evaluator.value(left), evaluator.value(right)
+        except Undefined:
+            continue
+        if _is_negligible(over) or _is_negligible(under):
+            return 0
+        ratios.append(
+            over / under
+            if isinstance(over, Fraction) == isinstance(under, Fraction)
+            else _to_mp(over) / _to_mp(under)
+        )
+    if len(ratios) < 3 or not all(_close(ratio, ratios[0]) for ratio in ratios):
+        return 0
+    ratio = complex(ratios[0])
+    return 1 if ratio.real > 0 else -1
+
+
+def rounds_to(exact: Node, numeral: str) -> bool:
+    """Tell whether a decimal numeral is a correct rounding of a value that it cannot state exactly.
+
+    A fraction needs six significant digits and an irrational number ten. From fifteen digits on,
+    the last place of a floating-point number is not held against it.
+    """
+    digits = numeral.lstrip("+-").partition("e")[0].replace(".", "").lstrip("0")
+    fraction = rational(exact)
+    if fraction is not None and fraction.denominator > 10**12:
+        return False
+    if len(digits) < (MIN_DIGITS_IRRATIONAL if fraction is None else MIN_DIGITS_FRACTION):
+        return False
+    if "e" in numeral.lower() or fraction is not None and fraction.denominator == 1:
+        return False
+    value = Evaluator().value(exact)
+    stated = Fraction(numeral)
+    if isinstance(value, mpmath_context().mpc):
+        return False
+    places = len(numeral.partition(".")[2])
+    tolerance = Fraction(1, 2 * 10**places)
+    with mpmath_context().workdps(DIGITS):
+        error = abs(_to_mp(value) - _to_mp(stated))
+        if len(digits) >= _DOUBLE_DIGITS:
+            tolerance = max(tolerance, abs(stated) * Fraction(5, 10**_DOUBLE_DIGITS))
+        return bool(error <= _to_mp(tolerance))
+
+
+def _uses(node: Node, constant: str) -> bool:
+    return any(part.op == "constant" and part.name == constant for part in node.walk())
+
+
+def _equal_constants(left: Node, right: Node) -> bool:
+    evaluator = Evaluator()
+    first, second = evaluator.value(left), evaluator.value(right)
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return first == second
+    both_vanish = _is_negligible(first) and _is_negligible(second)
+    if not _close(first, second) and not both_vanish:
+        return False
+    digits = 120 + evaluator.bits * 2 // 3
+    sharper = Evaluator(digits=digits)
+    first, second = sharper.value(left), sharper.value(right)
+    # What is truly zero shrinks as the precision grows; what is only small does not.
+    return _close(first, second, digits=digits) or (
+        _is_negligible(first, digits=digits) and _is_negligible(second, digits=digits)
+    )
+
+
+def _equal_functions(left: Node, right: Node) -> bool:
+    """Compare over the reals first; expressions that are nowhere real are compared as complex."""
+    is_complex = _uses(left, "i") or _uses(right, "i")
+    for allow_complex in [True] if is_complex else [False, True]:
+        agreed = 0
+        for point in _points(left, right, count=14):
+            try:
+                evaluator = Evaluator(point, allow_complex=allow_complex)
+                first, second = evaluator.value(left), evaluator.value(right)
+            except Undefined:
+                continue
+            if not _close(first, second) and not (_is_negligible(first) and _is_negligible(second)):
+                return False
+            agreed += 1
+        if agreed >= 4:
+            return True
+    return False
+
+
+def _points(left: Node, right: Node, *, count: int) -> list[dict[str, Fraction]]:
+    """Return seeded values for the unknowns: integers where a floor or factorial asks for them."""
+    names = sorted(left.symbols() | right.symbols())
+    rng = random.Random(20_240_229)
+    if left.has(*_INTEGER_OPS) or right.has(*_INTEGER_OPS):
+        highs = [(9, 12, 40)[index % 3] for index in range(2 * count)]
+        return [{name: Fraction(rng.randint(1, high)) for name in names} for high in highs]
+    points = []
+    for index in range(count):
+        low, high = ((30, 290), (4, 90), (-290, 290))[index % 3]
+        points.append({name: Fraction(rng.randint(low, high) * 2 + 1, 194) for name in names})
+    return points
+
+
+def _close(first: Value, second: Value, *, digits: int = DIGITS) -> bool:
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return first == second
+    mp = mpmath_context()
+    with mp.workdps(digits):
+        first, second = _to_mp(first), _to_mp(second)
+        scale = max(abs(first), abs(second))
+        return bool(abs(first - second) <= scale * mp.mpf(10) ** -(digits * 2 // 3))
+
+
+def _is_negligible(value: Value, *, digits: int = DIGITS) -> bool:
+    if isinstance(value, Fraction):
+        return value == 0
+    return bool(abs(value) < mpmath_context().mpf(10) ** -(digits * 2 // 3))
+
+
+def _to_mp(value: Value) -> Any:
+    if isinstance(value, Fraction):
+        return mpmath_context().mpf(value.numerator) / value.denominator
+    return value

@@ -1,0 +1,489 @@
+"""Parse the mathematics of an answer into a small tree, without sympy.
+
+A recursive-descent parser over normalised LaTeX and the plain text that models write. It knows a
+fixed list of notations and raises `Unreadable` on everything else: nothing is guessed, skipped or
+executed. Depth is bounded, and time is linear in the text.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rivet.grading.normalize import matching
+from rivet.grading.verdict import Unreadable
+
+MAX_DEPTH = 40
+
+GREEK = frozenset(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma "
+    "varsigma tau upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi "
+    "Omega hbar ell mho".split()
+)
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth ln log "
+    "lg exp max min gcd lcm".split()
+)
+_PLAIN_NAMES = {
+    "sqrt": "sqrt", "pi": "pi", "inf": "infty", "infinity": "infty", "infty": "infty",
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "binom": "binom",
+} | {name: name for name in FUNCTIONS}  # fmt: skip
+_ACCENTS = frozenset("vec dot ddot bar hat tilde overline widehat mathcal mathbf mathbb".split())
+_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
+
+_NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+(?![\d.]))?|\.\d+(?:[eE][+-]?\d+(?![\d.]))?")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\overline\s*\{\s*(\d+)\s*\}")
+_MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_COMMAND = re.compile(r"\\([a-zA-Z]+)\s*")
+_LETTERS = re.compile(r"[A-Za-z]+")
+_POINTS = re.compile(r"(?:\s*[A-Za-z](?:_\{?\d+\}?)?'*)+")
+_PRIMES = re.compile(r"\^\s*\{?\s*(\\prime\s*)+\}?|\^\s*\{?\s*\*\s*\}?(?!\w)")
+_TEXT = re.compile(r"\\text\{\s*([A-Za-z])\s*\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of an expression.
+
+    Args:
+        op: "number", "symbol", "constant", an operator ("add", "mul", "div", "pow", "neg",
+            "factorial", "factorial2", "binom", "sqrt", "abs", "floor", "ceil") or a function name.
+        args: The operands.
+        value: The value of a "number".
+        name: The name of a "symbol", a "constant" or an "opaque" function.
+    """
+
+    op: str
+    args: tuple["Node", ...] = ()
+    value: Fraction | None = None
+    name: str = ""
+
+    def walk(self) -> list["Node"]:
+        """Return this node and all below it."""
+        nodes = [self]
+        for node in nodes:
+            nodes.extend(node.args)
+        return nodes
+
+    def symbols(self) -> frozenset[str]:
+        """Return the names of the unknowns."""
+        return frozenset(node.name for node in self.walk() if node.op == "symbol")
+
+    def has(self, *ops: str) -> bool:
+        """Tell whether any node has one of these operators."""
+        return any(node.op in ops for node in self.walk())
+
+
+def number(value: int | Fraction) -> Node:
+    """Return a number node."""
+    return Node("number", value=Fraction(value))
+
+
+def parse(text: str) -> Node:
+    """Parse a whole normalised text as one expression.
+
+    Raises:
+        Unreadable: The text is not one expression in the notations known here.
+    """
+    parser = _Parser(text)
+    node = parser.sum()
+    parser.space()
+    if parser.at < len(text):
+        raise Unreadable(f"cannot read {text[parser.at : parser.at + 20]!r}")
+    return node
+
+
+def decimal(text: str) -> Fraction:
+    """Return the exact value of a decimal numeral, which may have an exponent.
+
+    Raises:
+        Unreadable: The exponent is absurd.
+    """
+    mantissa, _, exponent = text.lower().partition("e")
+    if exponent and abs(int(exponent[:8])) > 5000:
+        raise Unreadable("the exponent is too large")
+    whole, _, part = mantissa.partition(".")
+    if len(whole) + len(part) > 4000:
+        raise Unreadable("the number has too many digits")
+    value = Fraction(int(whole + part or "0"), 10 ** len(part))
+    return value * Fraction(10) ** int(exponent) if exponent else value
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.depth = 0
+        self.bars = 0
+
+    def space(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] == " ":
+            self.at += 1
+
+    def peek(self) -> str:
+        self.space()
+        return self.text[self.at] if self.at < len(self.text) else ""
+
+    def command(self) -> str:
+        """Return the command at this place without taking it, or ''."""
+        self.space()
+        match = _COMMAND.match(self.text, self.at)
+        return match.group(1) if match else ""
+
+    def take_command(self) -> None:
+        match = _COMMAND.match(self.text, self.at)
+        assert match is not None
+        self.at = match.end()
+
+    def take(self, char: str) -> None:
+        if self.peek() != char:
+            raise Unreadable(f"expected {char!r} at {self.text[self.at : self.at + 20]!r}")
+        self.at += 1
+
+    def fail(self, why: str) -> Unreadable:
+        return Unreadable(f"{why} at {self.text[self.at : self.at + 20]!r}")
+
+    def sum(self) -> Node:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("nested too deep")
+        terms = [self.signed_product()]
+        while self.peek() in ("+", "-"):
+            terms.append(self.signed_product())
+        self.depth -= 1
+        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+
+    def signed_product(self) -> Node:
+        negative = False
+        while self.peek() in ("+", "-"):
+            negative ^= self.text[self.at] == "-"
+            self.at += 1
+        node = self.product()
+        return Node("neg", (node,)) if negative else node
+
+    def product(self) -> Node:
+        node = self.power()
+        while True:
+            char, command = self.peek(), self.command()
+            if char == "*" and self.text[self.at + 1 : self.at + 2] == "*":
+                return node
+            if char == "*" or command in ("cdot", "times", "ast"):
+                self.operator(command)
+                node = Node("mul", (node, self.signed_power()))
+            elif char == "/" or command == "div":
+                self.operator(command)
+                node = Node("div", (node, self.signed_power()))
+            elif self.starts_factor():
+                node = Node("mul", (node, self.power()))
+            else:
+                return node
+
+    def operator(self, command: str) -> None:
+        if command:
+            self.take_command()
+        else:
+            self.at += 1
+
+    def signed_power(self) -> Node:
+        """Read the operand of a written operator, which may carry a sign: `3 / -4`."""
+        negative = False
+        while self.peek() in ("+", "-"):
+            negative ^= self.text[self.at] == "-"
+            self.at += 1
+        node = self.power()
+        return Node("neg", (node,)) if negative else node
+
+    def starts_factor(self) -> bool:
+        char = self.peek()
+        if not char or char in ")}]+-*/=<>,;:&^_!%'\"?@#`":
+            return False
+        if char == "|":
+            return self.bars == 0
+        command = self.command()
+        if char == "\\":
+            return command not in ("rfloor", "rceil", "degree") and bool(command)
+        return True
+
+    def power(self) -> Node:
+        node = self.postfix(self.atom())
+        if self.peek() == "^" or self.text.startswith("**", self.at):
+            self.at += 1 + (self.text[self.at] == "*")
+            exponent = self.exponent()
+            node = self.postfix(Node("pow", (node, exponent)))
+        return node
+
+    def exponent(self) -> Node:
+        """Read an exponent: a group, or the number, symbol or call that follows."""
+        negative = False
+        while self.peek() in ("+", "-"):
+            negative ^= self.text[self.at] == "-"
+            self.at += 1
+        node = self.group() if self.peek() == "{" else self.atom()
+        if self.peek() == "^":
+            self.at += 1
+            node = Node("pow", (node, self.exponent()))
+        return Node("neg", (node,)) if negative else node
+
+    def postfix(self, node: Node) -> Node:
+        while True:
+            if self.peek() == "!":
+                self.at += 1
+                double = self.text[self.at : self.at + 1] == "!"
+                self.at += double
+                node = Node("factorial2" if double else "factorial", (node,))
+            elif self.peek() == "%":
+                self.at += 1
+                node = Node("div", (node, number(100)))
+            elif self.command() == "degree":
+                self.take_command()
+                half_turn = Node("div", (Node("constant", name="pi"), number(180)))
+                node = Node("mul", (node, half_turn))
+            else:
+                return node
+
+    def group(self) -> Node:
+        self.take("{")
+        node = self.sum()
+        self.take("}")
+        return node
+
+    def atom(self) -> Node:
+        char = self.peek()
+        if char.isdigit() or char == ".":
+            return self.numeral()
+        if char == "(" or char == "[":
+            self.at += 1
+            node = self.sum()
+            self.take(")" if char == "(" else "]")
+            return node
+        if char == "{":
+            return self.group()
+        if char == "|":
+            self.at += 1
+            self.bars += 1
+            node = self.sum()
+            self.take("|")
+            self.bars -= 1
+            return Node("abs", (node,))
+        if char == "\\":
+            return self.macro()
+        if char.isascii() and char.isalpha():
+            return self.word()
+        raise self.fail("cannot read")
+
+    def numeral(self) -> Node:
+        repeating = _REPEATING.match(self.text, self.at)
+        if repeating:
+            self.at = repeating.end()
+            whole, fixed, cycle = repeating.groups()
+            tail = Fraction(int(cycle), 10 ** len(cycle) - 1) / 10 ** len(fixed)
+            return number(decimal(f"{whole or 0}.{fixed or 0}") + tail)
+        mixed = _MIXED.match(self.text, self.at)
+        if mixed:
+            whole = int(mixed.group(1))
+            over = int(mixed.group(2) or mixed.group(3))
+            under = int(mixed.group(4) or mixed.group(5))
+            if 0 < over < under and whole > 0:
+                self.at = mixed.end()
+                return number(whole + Fraction(over, under))
+        match = _NUMBER.match(self.text, self.at)
+        if match is None:
+            raise self.fail("cannot read")
+        self.at = match.end()
+        if self.peek() == "_":
+            raise self.fail("a number with an index")
+        return number(decimal(match.group()))
+
+    def word(self) -> Node:
+        match = _LETTERS.match(self.text, self.at)
+        assert match is not None
+        run = match.group()
+        if run in _PLAIN_NAMES:
+            self.at = match.end()
+            return self.named(_PLAIN_NAMES[run])
+        if len(run) > 3:
+            if not run.isupper():
+                raise self.fail("a word in the mathematics")
+            self.at = match.end()
+            return Node("symbol", name=run)
+        self.at += 1
+        return self.symbol(run[0])
+
+    def symbol(self, name: str) -> Node:
+        """Finish a symbol: its index, its primes, and its argument when it is a function."""
+        name += self.decoration()
+        if name == "e":
+            return Node("constant", name="e")
+        if name == "i":
+            return Node("constant", name="i")
+        if self.peek() == "(" and (name in "fghFGHPQ" or self.argument_is_number()):
+            return Node("opaque", self.arguments(), name=name)
+        return Node("symbol", name=name)
+
+    def decoration(self) -> str:
+        out = ""
+        while True:
+            if self.peek() == "_":
+                self.at += 1
+                out += "_" + self.raw_argument()
+            elif self.peek() == "'":
+                self.at += 1
+                out += "'"
+            elif match := _PRIMES.match(self.rest()):
+                self.at += match.end()
+                out += "'" * max(match.group().count("prime"), 1)
+            else:
+                return out
+
+    def rest(self) -> str:
+        return self.text[self.at : self.at + 60]
+
+    def argument_is_number(self) -> bool:
+        return re.match(r"\(\s*-?[\d.]+\s*\)", self.rest()) is not None
+
+    def arguments(self) -> tuple[Node, ...]:
+        self.take("(")
+        args = [self.sum()]
+        while self.peek() == ",":
+            self.at += 1
+            args.append(self.sum())
+        self.take(")")
+        return tuple(args)
+
+    def raw_argument(self) -> str:
+        """Take a macro's argument as text: a group, a command or one character."""
+        if self.peek() == "{":
+            end = matching(self.text, self.at)
+            if end < 0:
+                raise self.fail("a brace is never closed")
+            raw = self.text[self.at + 1 : end]
+            self.at = end + 1
+            raw = raw.replace("\\text", "").replace("{", "").replace("}", "")
+            return raw.replace(" ", "")
+        match = _COMMAND.match(self.text, self.at)
+        if match:
+            self.at = match.end()
+            if match.group(1) == "text":
+                return self.raw_argument()
+            return match.group(1)
+        self.at += 1
+        return self.text[self.at - 1 : self.at]
+
+    def argument(self) -> Node:
+        """Take a macro's argument: a group, a command, one letter or one digit (`\\frac12`)."""
+        char = self.peek()
+        if char.isdigit():
+            self.at += 1
+            return number(int(char))
+        if char == "{":
+            return self.group()
+        if char.isascii() and char.isalpha():
+            self.at += 1
+            return Node("symbol", name=char) if char not in "ei" else Node("constant", name=char)
+        if char == "\\":
+            return self.macro()
+        raise self.fail("an argument is missing")
+
+    def macro(self) -> Node:
+        letter = _TEXT.match(self.text, self.at)
+        if letter:
+            self.at = letter.end()
+            return Node("symbol", name=letter.group(1) + self.decoration())
+        name = self.command()
+        if not name:
+            raise self.fail("cannot read")
+        self.take_command()
+        return self.named(name)
+
+    def named(self, name: str) -> Node:
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in ("pi", "infty"):
+            return Node("constant", name=name)
+        if name == "frac":
+            over = self.argument()
+            return Node("div", (over, self.argument()))
+        if name == "sqrt":
+            return self.root()
+        if name == "binom":
+            if self.peek() == "(":
+                return Node("binom", self.exactly(2))
+            upper = self.argument()
+            return Node("binom", (upper, self.argument()))
+        if name in ("lfloor", "lceil"):
+            node = self.sum()
+            if self.command() != name.replace("l", "r", 1):
+                raise self.fail("a floor or ceiling is never closed")
+            self.take_command()
+            return Node(name[1:], (node,))
+        if name in GREEK:
+            return self.symbol("\\" + name)
+        if name in _ACCENTS:
+            return Node("symbol", name=f"{name}({self.raw_argument()}){self.decoration()}")
+        if name in ("angle", "triangle", "overarc"):
+            match = _POINTS.match(self.text, self.at)
+            if match:
+                self.at = match.end()
+                return Node("symbol", name=name + match.group().replace(" ", ""))
+        raise Unreadable(f"unknown notation \\{name}")
+
+    def exactly(self, count: int) -> tuple[Node, ...]:
+        args = self.arguments()
+        if len(args) != count:
+            raise self.fail(f"expected {count} arguments")
+        return args
+
+    def root(self) -> Node:
+        degree: Node | None = None
+        if self.peek() == "[":
+            self.at += 1
+            degree = self.sum()
+            self.take("]")
+        # `\sqrt12` is meant as the root of twelve, whatever LaTeX makes of it.
+        node = self.atom() if self.peek().isdigit() or self.peek() == "(" else self.argument()
+        if degree is None:
+            return Node("sqrt", (node,))
+        return Node("root", (node, degree))
+
+    def function(self, name: str) -> Node:
+        exponent: Node | None = None
+        base: Node | None = None
+        if self.peek() == "^":
+            self.at += 1
+            exponent = self.exponent()
+        if self.peek() == "_":
+            self.at += 1
+            base = self.argument_or_number()
+        if name in ("max", "min", "gcd", "lcm"):
+            args = self.arguments()
+        elif self.peek() == "(":
+            self.at += 1
+            args = (self.sum(),)
+            self.take(")")
+        elif self.peek() == "{":
+            args = (self.group(),)
+        else:
+            args = (self.bare_argument(),)
+        if name == "log" and base is not None:
+            node = Node("log_base", (args[0], base))
+        elif base is not None:
+            raise self.fail("an index on a function")
+        elif exponent is not None and exponent == Node("neg", (number(1),)):
+            if name not in _INVERSE:
+                raise self.fail("an inverse function")
+            return Node(_INVERSE[name], args)
+        else:
+            node = Node(name, args)
+        return node if exponent is None else Node("pow", (node, exponent))
+
+    def argument_or_number(self) -> Node:
+        return self.atom() if self.peek().isdigit() else self.argument()
+
+    def bare_argument(self) -> Node:
+        """Read `2x` in `\\sin 2x`: factors up to an operator or the next function."""
+        negative = self.peek() == "-"
+        if negative:
+            self.at += 1
+        node = self.power()
+        while self.starts_factor() and self.command() not in FUNCTIONS and self.peek() not in "([":
+            node = Node("mul", (node, self.power()))
+        return Node("neg", (node,)) if negative else node
