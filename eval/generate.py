@@ -111,6 +111,7 @@ async def sample(
         StoreSettingsError: The store was started with other settings.
         FaultRateError: Infrastructure faults above `max_fault_rate`.
         SamplingError: Bad arguments, or rows in the store that this run would not sample.
+        GoldError: A problem cannot be graded against.
     """
     if min(samples_per_problem, shard_size, concurrency, max_attempts) < 1:
         raise SamplingError(

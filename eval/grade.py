@@ -7,32 +7,47 @@ reward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from data.problems import Problem
-from rivet.grading.verdict import Grade
+from rivet.grading.verdict import BadRequest, Grade, Kind
 from rivet.rewards import outcome_reward
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 
 
-class Grades(Protocol):
-    """What is needed of a grader (see `rivet.grading.Grader`)."""
+class GoldError(ValueError):
+    """A problem cannot be graded against: its gold or its choices are unusable."""
 
-    async def grade(self, answer: str, gold: str, **arguments: Any) -> Grade:
+
+class Grades(Protocol):
+    """What is needed of a grader; `rivet.grading.Grader` is one."""
+
+    async def grade(
+        self,
+        answer_text: str,
+        gold: str | Mapping[str, Any],
+        *,
+        kind: Kind = "math",
+        choices: Sequence[str] | None = None,
+    ) -> Grade:
         """Grade one answer text against a gold."""
         ...
 
 
-def grading_arguments(problem: Problem) -> dict[str, Any]:
-    """Keyword arguments of `Grader.grade` for a problem, besides the answer and the gold."""
-    arguments: dict[str, Any] = {"kind": problem.kind}
-    if problem.kind == "choice":
-        arguments["choices"] = problem.meta.get("choices")
-    if problem.kind == "reasoning_gym":
-        arguments["entry"] = problem.meta.get("entry")
-    return arguments
+def gold_of(problem: Problem) -> str | Mapping[str, Any]:
+    """What the grader compares with: the gold answer, or a Reasoning Gym entry.
+
+    Raises:
+        GoldError: A Reasoning Gym problem has no entry.
+    """
+    if problem.kind != "reasoning_gym":
+        return problem.answer
+    if "entry" not in problem.meta:
+        raise GoldError(f"problem {problem.id}: kind is reasoning_gym; expected meta.entry")
+    return problem.meta["entry"]
 
 
 def answer_text(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> str | None:
@@ -42,15 +57,26 @@ def answer_text(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> str | N
     return trajectory.answer
 
 
+async def grade_answer(grader: Grades, problem: Problem, text: str | None) -> Grade:
+    """Grade an answer to a problem; None is no answer.
+
+    Raises:
+        GoldError: The problem's gold or choices cannot be graded against.
+    """
+    if text is None:
+        return Grade("no_answer", None, "no closed answer span")
+    choices = problem.meta.get("choices") if problem.kind == "choice" else None
+    try:
+        return await grader.grade(text, gold_of(problem), kind=problem.kind, choices=choices)
+    except BadRequest as error:
+        raise GoldError(f"problem {problem.id}: cannot be graded: {error}") from error
+
+
 async def grade_trajectory(
     grader: Grades, problem: Problem, trajectory: Trajectory, tokenizer: ProtocolTokenizer
 ) -> Trajectory:
     """A copy of the trajectory with outcome, reward, and the extracted answer in its info."""
-    text = answer_text(trajectory, tokenizer)
-    if text is None:
-        grade = Grade("no_answer", None, "no closed answer span")
-    else:
-        grade = await grader.grade(text, problem.answer, **grading_arguments(problem))
+    grade = await grade_answer(grader, problem, answer_text(trajectory, tokenizer))
     info = trajectory.info | {"extracted": grade.extracted, "reason": grade.reason}
     graded = replace(trajectory, outcome=grade.outcome, info=info)
     return replace(graded, reward=outcome_reward(graded))

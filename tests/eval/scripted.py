@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rivet.grading.verdict import Grade
@@ -107,12 +107,19 @@ class ScriptedGrader:
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
-        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
-    async def grade(self, answer: str, gold: str, **arguments: Any) -> Grade:
+    async def grade(
+        self,
+        answer_text: str,
+        gold: Any,
+        *,
+        kind: str = "math",
+        choices: Sequence[str] | None = None,
+    ) -> Grade:
         """Grade by string comparison."""
-        self.calls.append((answer, gold, arguments))
+        self.calls.append((answer_text, gold, kind, choices))
         if len(self.calls) <= self.failures:
             return Grade("timeout", None, "too slow")
-        extracted = answer.removeprefix("\\boxed{").removesuffix("}")
+        extracted = answer_text.removeprefix("\\boxed{").removesuffix("}")
         return Grade("right" if extracted == gold else "wrong", extracted, "compared", "box")
