@@ -1,6 +1,6 @@
 """TRL's GRPO trainer with our rollouts and a weight for every token.
 
-Written against TRL 1.16.0. What is overridden, each pinned by `tests/stages/test_stage1_trainer.py`:
+Written against TRL 1.16.0. What is overridden, each pinned by a contract test:
 
 - `rollout_func` (public) supplies whole trajectories with spliced expert and output tokens;
 - `_generate_and_score_completions` replaces advantages (B*G,) by signed token weights (B*G, T), the
@@ -134,6 +134,9 @@ class Stage1Trainer(GRPOTrainer):
         self._rollouts = rollouts
         self._right_experts = right_experts or {}
         self._objective = args.objective()
+        self._importance_clip = args.importance_clip
+        assert args.num_generations is not None
+        self._group_size = args.num_generations
         self._fault_watch = FaultWatch(args.max_fault_rate, args.fault_window)
         self._batch: list[Trajectory] = []
         self._batch_is_stored = False
@@ -156,7 +159,7 @@ class Stage1Trainer(GRPOTrainer):
             train_dataset=Dataset.from_dict({"prompt": prompts}).select(order),
             processing_class=processing_class,
             callbacks=callbacks,
-            rollout_func=type(self)._rollout,
+            rollout_func=self._rollout,  # type: ignore[arg-type] # declared for text prompts
         )
         self.shuffle_dataset = False
 
@@ -169,7 +172,7 @@ class Stage1Trainer(GRPOTrainer):
         """TRL's rollout function. The prompts come repeated: one row per trajectory."""
         step = trainer.state.global_step + 1
         offset = trainer.accelerator.process_index * len(prompts)
-        size = trainer.num_generations
+        size = trainer._group_size
         asked = [
             Asked(trainer._problems[prompt[0][_ROW]], (offset + n) % size, step)
             for n, prompt in enumerate(prompts)
@@ -199,7 +202,7 @@ class Stage1Trainer(GRPOTrainer):
         counts = torch.tensor([len(faults), len(self._batch)], device=self.accelerator.device)
         # Every process sees the same counts, so all of them stop.
         total = self.accelerator.reduce(counts, reduction="sum").tolist()
-        self._fault_watch.update(*total, examples=faults)
+        self._fault_watch.update(total[0], total[1], faults)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -210,7 +213,7 @@ class Stage1Trainer(GRPOTrainer):
         # Groups may straddle processes.
         advantages = group_advantages(
             self.accelerator.gather(rewards),
-            self.num_generations,
+            self._group_size,
             scale=self._objective.scale,
             epsilon=self._objective.epsilon,
         )
@@ -289,7 +292,7 @@ class Stage1Trainer(GRPOTrainer):
         if self._objective.shaping != "none":
             factor = shaping_factor(self._objective, logps, weights)
             weights = torch.where(inputs["is_expert"], weights * factor, weights)
-        clip = self.args.importance_clip
+        clip = self._importance_clip
         if clip is not None:
             old = inputs.get("old_per_token_logps", logps)
             factor = importance_factor(old, inputs["sampling_per_token_logps"], clip)
@@ -305,5 +308,4 @@ class Stage1Trainer(GRPOTrainer):
 
     def _metric(self, name: str, value: float) -> None:
         """One value of a metric; TRL averages them at the next log and reports the mean."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(value)
+        self._metrics["train"][name].append(value)
