@@ -104,11 +104,14 @@ def lock_down(plan: JailPlan, layers: Layers, limits: SandboxLimits) -> None:
         _try(plan, layers, "uid", lambda: _become_ordinary(plan, layers))
         _try(plan, layers, "user", lambda: _new_user_namespace(own_proc))
         os.close(own_proc)
-    _try(plan, layers, "capabilities", kernel.drop_capabilities)
+    if not layers.lacks("capabilities"):
+        _try(plan, layers, "capabilities", kernel.drop_capabilities)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     _set_limits(layers, limits, plan.base_bytes)
     _try(plan, layers, "landlock", lambda: _restrict_paths(plan, layers))
+    if layers.lacks("landlock"):
+        kernel.drop_capabilities()
     os.chdir(SCRATCH if not layers.lacks("scratch") else "/")
 
 
@@ -141,17 +144,28 @@ def _become_ordinary(plan: JailPlan, layers: Layers) -> None:
     """Give up being root.
 
     Each slot takes a uid of its own, so that without namespaces its programs still share no
-    process, thread count or file with anybody. Without a root of its own the interpreter may lie
-    in a folder that only root enters; then the uid stays and the other layers hold.
+    process, thread count or file with anybody.
     """
-    if layers.lacks("root"):
-        for path in plan.code_paths:
-            if not _is_open_to_all(path):
-                raise OSError(13, f"{path} is closed to ordinary users, the uid stays 0")
     uid = FIRST_OWN_UID + plan.slot_number
+    must_keep = _must_keep_reading(plan, layers)
+    if must_keep:
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    if must_keep:
+        kernel.drop_capabilities(kernel.CAP_DAC_READ_SEARCH)
+        layers.missing["capabilities"] = (
+            "the interpreter lies in a folder closed to ordinary users: the right to read any "
+            "file is kept, and landlock confines it to the interpreter"
+        )
+
+
+def _must_keep_reading(plan: JailPlan, layers: Layers) -> bool:
+    """Whether an ordinary user could not read the interpreter, and landlock can confine root."""
+    if not layers.lacks("root") or all(map(_is_open_to_all, plan.code_paths)):
+        return False
+    return landlock.abi() >= 1 and "landlock" not in plan.disabled
 
 
 def _is_open_to_all(path: str) -> bool:

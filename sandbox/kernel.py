@@ -34,12 +34,15 @@ MNT_DETACH = 2
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
 PR_SET_NAME = 15
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+CAP_DAC_READ_SEARCH = 1 << 2
 
 MADV_HUGEPAGE = 14
 MADV_COLLAPSE = 25
@@ -138,8 +141,8 @@ def make_read_only(path: str) -> None:
         mount(None, path, None, MS_REMOUNT | MS_BIND | wanted | kept)
 
 
-def drop_capabilities() -> None:
-    """Give up every capability, for good."""
+def drop_capabilities(kept: int = 0) -> None:
+    """Give up every capability but those in the bit mask `kept`, for good."""
     try:
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     except OSError:
@@ -150,8 +153,8 @@ def drop_capabilities() -> None:
         except OSError:  # past the last capability, or none held to drop it with
             break
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    syscall("capset", ctypes.cast(header, ctypes.c_void_p), ctypes.cast(nothing, ctypes.c_void_p))
+    rights = (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)  # effective, permitted, inheritable
+    syscall("capset", ctypes.cast(header, ctypes.c_void_p), ctypes.cast(rights, ctypes.c_void_p))
 
 
 def close_from(first: int) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 # state, truncated, bytes of value, bytes of error, start of the reported cell: wall and CPU clock
 REPORT = struct.Struct("<BBxxIIxxxxdd")
-STARTED, OK, ERROR = 1, 2, 3
+UNPREPARED, STARTED, OK, ERROR = 0, 1, 2, 3
 CELL_NAME = "<cell>"
 
 
@@ -144,10 +144,8 @@ def _flush() -> None:
 def _replay(cells: Sequence[str], namespace: dict) -> None:
     """Run earlier cells with their output thrown away."""
     kept = os.dup(1), os.dup(2)
-    null = os.open("/dev/null", os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)
+    for stream in (1, 2):
+        os.dup2(0, stream)  # stdin is /dev/null, open for writing too
     for number, cell in enumerate(cells, 1):
         _run_cell(cell, f"<earlier cell {number}>", namespace)
     _flush()

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import signal
 import struct
 
 from sandbox import kernel
-from sandbox.syscalls import ALLOWED, CHECKED, NOT_IMPLEMENTED, SLOT_ONLY
+from sandbox.syscalls import ALLOWED, CHECKED, METADATA, NOT_IMPLEMENTED, OPENING, SLOT_ONLY
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _AND = 0x54
@@ -34,7 +33,9 @@ _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # open files. F_SETOWN and F_SETSIG are missing: with them the *kernel* signals any process.
 _FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032)
 _F_SETFL = 4
-_PRCTLS = (3, 15, 16, 21, 39)  # get dumpable, set and get name, get seccomp, get no_new_privs
+# get dumpable, set and get name, get seccomp, get no_new_privs
+_PRCTLS = (3, 15, 16, 21, 39)
+_PR_SET_PDEATHSIG = 1  # the slot's alone: a child must not outlive its slot
 
 Instruction = tuple[int, int, int, int]
 
@@ -76,8 +77,7 @@ def _rule(name: str) -> list[Instruction]:
     if name == "clone":
         return [_low(0), (_JUMP_SET, 0, 1, _CLONE_NEW_MASK), _give(_DENY), _give(_ALLOW)]
     if name == "prctl":
-        # PR_SET_SECCOMP and PR_SET_NO_NEW_PRIVS only ever take rights away
-        return _one_of(0, _PRCTLS)
+        return _one_of(0, (_PR_SET_PDEATHSIG, *_PRCTLS))
     if name == "prlimit64":
         return [_low(0), (_JUMP_EQ, 0, 1, 0), _give(_ALLOW), _give(_DENY)]
     if name == "socketpair":
@@ -119,21 +119,29 @@ def _on_call(number: int, body: list[Instruction]) -> list[Instruction]:
     return [(_JUMP_EQ, 0, len(body), number), *body]
 
 
-def slot_filter() -> bytes:
-    """Return the allow-list for slot and child together."""
+def slot_filter(*, may_open: bool = True, may_change_metadata: bool = True) -> bytes:
+    """Return the allow-list for slot and child together.
+
+    Args:
+        may_open: whether files can be opened, made and removed (something else confines that).
+        may_change_metadata: whether modes and times can be changed.
+    """
     code = _prologue()
     for name, number in _column(CHECKED).items():
         code += _on_call(number, _rule(name))
     for number in _column(NOT_IMPLEMENTED).values():
         code += _on_call(number, [_give(_MISSING)])
-    numbers = sorted([*_column(ALLOWED).values(), *_column(SLOT_ONLY).values()])
+    allowed = ALLOWED | SLOT_ONLY
+    allowed |= OPENING if may_open else {}
+    allowed |= METADATA if may_change_metadata else {}
+    numbers = sorted(_column(allowed).values())
     for first, last in _ranges(numbers):
         # below `first`: skip; above `last`: skip; else allow
         code += [(_JUMP_GE, 0, 2, first), (_JUMP_GE, 1, 0, last + 1), _give(_ALLOW)]
     return _assemble([*code, _give(_DENY)])
 
 
-def child_filter(pid: int, *, deny_list: bool = True) -> bytes:
+def child_filter(pid: int) -> bytes:
     """Return the filter that the child `pid` stacks on its slot's: threads yes, processes no."""
     column = _column({**CHECKED, **SLOT_ONLY})
     code = _prologue()
@@ -144,6 +152,7 @@ def child_filter(pid: int, *, deny_list: bool = True) -> bytes:
         column["clone"],
         [_low(0), (_AND, 0, 0, threads), (_JUMP_EQ, 0, 1, threads), _give(_ALLOW), _give(_DENY)],
     )
+    code += _on_call(column["prctl"], _one_of(0, _PRCTLS))
     for name in ("kill", "tgkill"):
         code += _on_call(column[name], _one_of(0, (pid,)))
     return _assemble([*code, _give(_ALLOW)])
@@ -181,6 +190,3 @@ def is_supported() -> bool:
     except OSError:
         return False
     return True
-
-
-KILLED_BY_FILTER = signal.SIGSYS

@@ -167,7 +167,9 @@ class Slot:
         keep = self.limits.stream_bytes
         kept = [min(total, keep) for total in totals]
         state, is_cut, value_len, error_len, _, _ = self.report.read()
-        if state not in (runner.OK, runner.ERROR):
+        if outcome == "sandbox_failure":
+            value_len = 0
+        elif state not in (runner.OK, runner.ERROR):
             value_len = error_len = 0
         header = wire.ReplyHeader(
             outcome, is_retiring, is_cut, ending.detail, duration_s, cpu_s,
@@ -254,8 +256,8 @@ def _send_file(connection: socket.socket, stream: int, first: int, count: int) -
 def _child(slot: Slot, streams: tuple[int, int], cells: int) -> None:
     """Become the process that runs the foreign code; never returns."""
     code = 125
+    limits, report = slot.limits, slot.report
     try:
-        limits, report = slot.limits, slot.report
         if slot.layers.lacks("pid") and kernel.IS_LINUX:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         texts = wire.unpack_cells(_read_request(slot.connection))
@@ -278,6 +280,8 @@ def _child(slot: Slot, streams: tuple[int, int], cells: int) -> None:
         code = runner.run_cells(
             texts, report, hidden_paths=slot.hidden_paths, on_last_cell=on_last_cell
         )
+    except BaseException as error:  # before any foreign code: the slot sees it as its own fault
+        report.write(runner.UNPREPARED, error=f"{type(error).__name__}: {error}")
     finally:
         os._exit(code)
 

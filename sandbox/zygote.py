@@ -180,7 +180,11 @@ def _install_filter(plan: jail.JailPlan, layers: jail.Layers) -> None:
         layers.missing["seccomp"] = "not in this kernel, or an unknown architecture"
         return
     try:
-        seccomp.install(seccomp.slot_filter())
+        own_root = not layers.lacks("root")
+        program = seccomp.slot_filter(
+            may_open=own_root or not layers.lacks("landlock"), may_change_metadata=own_root
+        )
+        seccomp.install(program)
     except OSError as error:
         layers.missing["seccomp"] = str(error)
 

@@ -6,6 +6,10 @@ from sandbox import PythonSandbox, SandboxLimits
 
 SHORT = SandboxLimits(cpu_s=1.0, wall_s=2.0)
 
+# The reduced modes: what is missing on machines that refuse it, taken away on purpose.
+NAMESPACES = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")
+MODES = {"no-user-namespace": ("user",), "no-namespaces": NAMESPACES}
+
 
 @pytest.fixture(scope="module")
 def box():
