@@ -1,0 +1,275 @@
+"""The model card of an export: what it is, how to run it, how it was trained, what was measured.
+
+Only measured numbers are printed; where nothing was measured the card says so. The same numbers go
+into the card's `model-index`, which `huggingface_hub` parses as `EvalResult`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rivet.runs import RunDir, RunDirError
+from rivet.settings import ProtocolSettings
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+
+class ResultsError(ValueError):
+    """A results file cannot be read; the message names the file and the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the card says about the model itself."""
+
+    name: str
+    parameters: int
+    architecture: str
+    dtype: str
+    license: str
+    base_model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """One measurement: accuracy in [0, 1] with its 95% interval over `n` problems."""
+
+    benchmark: str
+    condition: str
+    accuracy: float
+    ci_low: float
+    ci_high: float
+    n: int
+    checkpoint: str = ""
+    well_formed: float | None = None
+
+    def __post_init__(self) -> None:
+        shares = (self.accuracy, self.ci_low, self.ci_high)
+        if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in shares):
+            raise ValueError(f"accuracy and its interval must lie in [0, 1], got {shares}")
+        if not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"n must be a count of problems, got {self.n!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """One stage of the training, from its run folder."""
+
+    stage: str
+    seed: Any
+    started_at: str
+    commit: str
+    versions: dict[str, str]
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainingRun:
+        """Read a run folder; raises `RunDirError` if it is none."""
+        manifest = RunDir.load(folder).manifest
+        git = manifest.get("git") or {}
+        return cls(
+            manifest["stage"],
+            manifest["seed"],
+            manifest["started_at"],
+            git.get("commit", "")[:10] + ("+changes" if git.get("dirty") else ""),
+            manifest["versions"],
+        )
+
+    @staticmethod
+    def is_run(folder: Path) -> bool:
+        """Whether a folder is a run folder."""
+        try:
+            RunDir.load(folder)
+        except RunDirError:
+            return False
+        return True
+
+
+def read_results(path: Path, *, default_benchmark: str) -> list[ResultRow]:
+    """Rows of a results file: `{"rows": [{"condition", "accuracy", "ci_low", ...}]}`.
+
+    Raises:
+        ResultsError: The file or a row is not as expected.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResultsError(
+            f'{path}: cannot be read ({error!r}); expected JSON with "rows", as `rivet eval` and '
+            "`rivet demo` write"
+        ) from error
+    results = []
+    for n, row in enumerate(rows, 1):
+        try:
+            results.append(
+                ResultRow(
+                    benchmark=str(row.get("benchmark") or default_benchmark),
+                    condition=row["condition"],
+                    accuracy=row["accuracy"],
+                    ci_low=row["ci_low"],
+                    ci_high=row["ci_high"],
+                    n=row["n"],
+                    checkpoint=str(row.get("checkpoint", "")),
+                    well_formed=row.get("well_formed"),
+                )
+            )
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            raise ResultsError(f"{path}: row {n}: {error!r}") from error
+    return results
+
+
+def write_card(
+    folder: Path,
+    facts: ModelFacts,
+    settings: ProtocolSettings,
+    results: Sequence[ResultRow],
+    runs: Sequence[TrainingRun],
+) -> Path:
+    """Write `README.md` and read its metadata back, as the Hub will.
+
+    Raises:
+        ValueError: The metadata does not come back as it was written.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    expected = [_eval_result(row) for row in results]
+    data = ModelCardData(
+        license=facts.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=facts.base_model,
+        tags=["rivet", "math", "tool-use", "expert-distillation"],
+        model_name=facts.name,
+        eval_results=expected or None,
+        metrics=["accuracy"] if expected else None,
+    )
+    body = "\n\n".join(
+        [
+            f"# {facts.name}",
+            _what_it_is(facts, settings),
+            _how_to_run(settings),
+            _results_section(results),
+            _training_section(runs),
+            _limits_section(),
+            f"## Licence\n\n{facts.license}",
+        ]
+    )
+    path = folder / "README.md"
+    path.write_text(f"---\n{data.to_yaml()}\n---\n\n{body}\n", encoding="utf-8")
+    parsed = ModelCard.load(path).data.eval_results or []
+    if [r.metric_value for r in parsed] != [r.metric_value for r in expected]:
+        raise ValueError(f"{path}: the card's model-index does not read back as written")
+    return path
+
+
+def _eval_result(row: ResultRow) -> EvalResult:
+    from huggingface_hub import EvalResult
+
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Mathematical problem solving",
+        dataset_type=_slug(row.benchmark),
+        dataset_name=row.benchmark,
+        metric_type="accuracy",
+        metric_name=f"accuracy, {row.condition}",
+        metric_value=round(row.accuracy, 4),
+        metric_args={
+            "condition": row.condition,
+            "problems": row.n,
+            "ci95": [round(row.ci_low, 4), round(row.ci_high, 4)],
+        },
+    )
+
+
+def _slug(text: str) -> str:
+    words = "".join(c.lower() if c.isalnum() else " " for c in text).split()
+    return "-".join(words)
+
+
+def _what_it_is(facts: ModelFacts, settings: ProtocolSettings) -> str:
+    size = facts.parameters
+    shown = f"{size / 1e9:.2f}B" if size >= 1e9 else f"{size / 1e6:.2f}M"
+    names = ", ".join(f"`{card.name}`" for card in settings.experts)
+    taught = f" It was taught by the experts {names}." if names else ""
+    return (
+        f"A controller with {shown} parameters ({facts.architecture}, {facts.dtype}), trained with "
+        "rivet to work with expert models and then to do without them."
+        f"{taught} Deployed, it calls no other model: it writes the request to an expert *and* "
+        "the expert's reply itself, and the Python in them runs locally."
+    )
+
+
+def _how_to_run(settings: ProtocolSettings) -> str:
+    prompt = (
+        "The prompt is the problem alone, through the chat template."
+        if settings.prompt == "bare"
+        else "The protocol is explained to it in a system message, which rivet writes."
+    )
+    tokens, programs = settings.limits.max_completion_length, settings.limits.max_code_runs
+    return f"""## Run it
+
+```bash
+rivet solve PATH_TO_THIS_FOLDER "What is the greatest common divisor of 84 and 36?"
+```
+
+```python
+from rivet.solver import Solver
+
+with Solver("PATH_TO_THIS_FOLDER") as solver:
+    print(solver.solve("What is the greatest common divisor of 84 and 36?").answer)
+```
+
+It loads with plain transformers too. {prompt} The completion is made of `<think>`, `<expert>`,
+`<reply>`, `<python>`, `<output>` and `<answer>` spans. Whoever samples from it must stop at
+`</python>`, run the code and append `<output>...</output>`; an `<output>` that the model writes
+itself is made up. `rivet.json` holds the limits of a trajectory: {tokens} tokens, {programs}
+programs."""
+
+
+def _results_section(results: Sequence[ResultRow]) -> str:
+    if not results:
+        return "## Results\n\nNot measured."
+    lines = [
+        "## Results",
+        "",
+        "Condition `local`: the model alone, as deployed. `experts`: with the experts at hand. "
+        "Intervals: 95%, clustered by problem.",
+        "",
+        "| benchmark | condition | accuracy % | 95% interval | problems | well-formed % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results:
+        formed = "-" if row.well_formed is None else f"{100 * row.well_formed:.1f}"
+        interval = f"{100 * row.ci_low:.1f} to {100 * row.ci_high:.1f}"
+        lines.append(
+            f"| {row.benchmark} | {row.condition} | {100 * row.accuracy:.1f} | {interval} "
+            f"| {row.n} | {formed} |"
+        )
+    return "\n".join(lines)
+
+
+def _training_section(runs: Sequence[TrainingRun]) -> str:
+    if not runs:
+        return "## Training\n\nNo run folder was named when this was exported."
+    lines = ["## Training", "", "| stage | started | seed | commit | torch | transformers | trl |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for run in runs:
+        packages = " | ".join(run.versions.get(p, "-") for p in ("torch", "transformers", "trl"))
+        lines.append(
+            f"| {run.stage} | {run.started_at[:10]} | {run.seed} | {run.commit or '-'} "
+            f"| {packages} |"
+        )
+    return "\n".join(lines)
+
+
+def _limits_section() -> str:
+    return (
+        "## Limits\n\n"
+        "It runs programs that it writes: run it in rivet's sandbox or one of your own. Replies "
+        "that it writes in an expert's name are its own words and can be wrong. Measured on the "
+        "benchmarks above only."
+    )

@@ -1,0 +1,279 @@
+"""Export: whole, verified in another process, described by measured numbers only, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rivet.files import atomic_write_json
+from rivet.prompts import PromptBuilder
+from rivet.rollout.types import RolloutLimits
+from rivet.runs import RunDir
+from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
+from rivet.tokenization import ProtocolTokenizer
+from stages import export
+from stages.export import ExportConfig, ExportError
+from stages.model_card import ResultsError
+
+SETTINGS = ProtocolSettings(
+    prompt="bare",
+    after_tag="",
+    experts=(ExpertCard("calc", "sums"),),
+    limits=RolloutLimits(max_completion_length=96, max_code_runs=3),
+)
+ROWS = [
+    {
+        "checkpoint": name,
+        "condition": condition,
+        "accuracy": accuracy,
+        "ci_low": accuracy - 0.04,
+        "ci_high": accuracy + 0.03,
+        "n": 600,
+        "well_formed": 0.98,
+        "route_accuracy": None,
+    }
+    for name, condition, accuracy in [
+        ("warm", "local", 0.06),
+        ("stage2", "local", 0.63258),
+        ("stage2", "experts", 0.87),
+    ]
+]
+
+
+def tiny_model(tokenizer: ProtocolTokenizer) -> Qwen3ForCausalLM:
+    """A random model of a few thousand parameters."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer.hf),
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            tie_word_embeddings=True,
+            initializer_range=0.3,
+            eos_token_id=tokenizer.eos_id,
+        )
+    ).eval()
+
+
+def save(folder: Path, model: Any, tokenizer: ProtocolTokenizer) -> Path:
+    """A checkpoint as the stages leave it."""
+    model.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+    SETTINGS.save(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tag_tokenizer: ProtocolTokenizer) -> Path:
+    """A full checkpoint."""
+    return save(tmp_path / "checkpoint", tiny_model(tag_tokenizer), tag_tokenizer)
+
+
+def logits_of(model: Any, tokenizer: ProtocolTokenizer) -> torch.Tensor:
+    """Logits of one prompt, shape (T, V)."""
+    ids = torch.tensor([PromptBuilder(tokenizer, SETTINGS).build("gcd of 12 and 18", "local")])
+    with torch.inference_mode():
+        return model(ids).logits[0].float()
+
+
+def test_an_export_holds_everything_and_gives_the_same_logits(
+    checkpoint: Path, tmp_path: Path, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    atomic_write_json(tmp_path / "results.json", {"rows": ROWS})
+    with RunDir.open(tmp_path / "run", {"seed": 3}, stage="stage2") as run:
+        run.finish()
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint),
+            output_dir=str(tmp_path / "out"),
+            name="mini",
+            results=[str(tmp_path / "results.json")],
+            results_checkpoint="stage2",
+            runs=[str(tmp_path / "run")],
+        )
+    )
+    assert {p.name for p in target.iterdir()} == {
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "rivet.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    model = AutoModelForCausalLM.from_pretrained(target)
+    original = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(logits_of(model, tag_tokenizer), logits_of(original, tag_tokenizer))
+    assert ProtocolSettings.load(target) == SETTINGS
+    assert AutoTokenizer.from_pretrained(target).chat_template == tag_tokenizer.hf.chat_template
+    generation = GenerationConfig.from_pretrained(target)
+    assert generation.eos_token_id == [tag_tokenizer.eos_id]
+    assert (generation.max_new_tokens, generation.do_sample) == (96, False)
+
+    card = ModelCard.load(target / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.model_name == "mini"
+    measured = {r.metric_args["condition"]: r for r in card.data.eval_results}
+    assert measured["local"].metric_value == 0.6326 and measured["experts"].metric_value == 0.87
+    assert measured["local"].metric_args["ci95"] == [0.5926, 0.6626]
+    assert len(card.data.eval_results) == 2  # the warm checkpoint's row is not this model's
+    assert "| local | 63.3 | 59.3 to 66.3 | 600 | 98.0 |" in card.text
+    assert "| stage2 |" in card.text and "| 3 |" in card.text
+
+
+def test_an_adapter_is_merged(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    base = tiny_model(tag_tokenizer)
+    base.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    source = save(tmp_path / "adapter", adapted, tag_tokenizer)
+    assert not (source / "model.safetensors").exists()
+    target = export.run(ExportConfig(checkpoint=str(source), output_dir=str(tmp_path / "out")))
+    assert not (target / "adapter_config.json").exists()
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(target), tag_tokenizer)
+    assert torch.allclose(merged, logits_of(adapted, tag_tokenizer), atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert not torch.allclose(merged, logits_of(plain, tag_tokenizer), atol=1e-2)
+    assert isinstance(adapted, PeftModel)
+
+
+def test_without_measurements_the_card_says_so(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    target = export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+    card = ModelCard.load(target / "README.md")
+    assert card.data.eval_results is None and "Not measured." in card.text
+
+
+def test_an_export_that_gives_other_logits_gets_no_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(*args: Any) -> dict[str, torch.Tensor]:
+        tensors = reference(*args)
+        return {**tensors, "logits.1": tensors["logits.1"] + 1e-3}
+
+    reference = export._reference
+    monkeypatch.setattr(export, "_reference", shifted)
+    target = tmp_path / "out"
+    with pytest.raises(ExportError, match="logits differ by 0.001 after loading"):
+        export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(target)))
+    assert not target.exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_an_export_is_replaced_only_when_asked_and_a_foreign_folder_never(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    config = {"checkpoint": str(checkpoint), "output_dir": str(tmp_path / "out")}
+    export.run(ExportConfig(**config))
+    with pytest.raises(ExportError, match="--overwrite true"):
+        export.run(ExportConfig(**config))
+    export.run(ExportConfig(**config, name="second", overwrite=True))
+    assert ModelCard.load(tmp_path / "out" / "README.md").text.startswith("\n# second")
+    with pytest.raises(ExportError, match="no export of ours"):
+        export.run(
+            ExportConfig(checkpoint=str(checkpoint), output_dir=str(checkpoint), overwrite=True)
+        )
+
+
+def cut(path: Path) -> None:
+    """Lose the second half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda c: cut(c / "model.safetensors"), ExportError, "model.safetensors: broken weights"),
+        (lambda c: (c / "model.safetensors").unlink(), ExportError, "no weights"),
+        (lambda c: (c / "rivet.json").unlink(), ExportError, "no checkpoint here"),
+        (lambda c: cut(c / "rivet.json"), SettingsError, "rivet.json: cannot be read"),
+        (lambda c: cut(c / "config.json"), ExportError, "config file.*not a valid JSON"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(
+    checkpoint: Path,
+    tmp_path: Path,
+    spoil: Callable[[Path], Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    spoil(checkpoint)
+    with pytest.raises(error, match=message):
+        export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_weights_are_not_filled_with_random_ones(checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExportError, match="1 weights are missing, model.layers.1.mlp.down_proj"):
+        export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="nowhere: no such folder"):
+        export.run(ExportConfig(checkpoint=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"no": 1}', "cannot be read"),
+        (json.dumps({"rows": [{**ROWS[0], "accuracy": 63.2}]}), r"row 1: .*\[0, 1\]"),
+        (json.dumps({"rows": [{"condition": "local"}]}), "row 1: KeyError"),
+    ],
+)
+def test_results_that_are_no_measurements_are_refused(
+    checkpoint: Path, tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    config = ExportConfig(
+        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), results=[str(path)]
+    )
+    with pytest.raises(ResultsError, match=message):
+        export.run(config)
+
+
+def test_the_command_prints_the_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    run = tmp_path / "run"
+    with RunDir.open(run, {"seed": 3}, stage="stage1"):
+        checkpoint.rename(run / "checkpoint")
+    assert export.main([str(run), "--output_dir", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
+    assert "| stage1 |" in (tmp_path / "out" / "README.md").read_text()
