@@ -1,0 +1,1 @@
+"""Stage II: verified trajectories become weights. Filter, objective, trainer, command."""

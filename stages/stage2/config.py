@@ -1,0 +1,165 @@
+"""Settings of Stage II on top of TRL's `SFTConfig`: every TRL argument works as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig
+from trl import SFTConfig
+
+from stages.stage2.objective import FormatWeight, Normalization, Objective
+
+Use = Literal["any", "expert", "code", "expert_or_code"]
+
+
+def setting(default: Any, text: str) -> Any:
+    """A documented field."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class WeightedSFTConfig(SFTConfig):
+    """What every run of the weighted trainer shares: the objective and how it is run."""
+
+    controller_weight: float = setting(1.0, "Weight of the controller's text, at least 0.")
+    expert_weight: float = setting(
+        1.0, "Beta, weight of the expert's text and code, at least 0; 0 masks them."
+    )
+    format_weight: FormatWeight = setting(
+        "constant",
+        "How format tokens (tags, `\\boxed{`, end of turn) are weighted: `constant` at alpha, or "
+        "`focal`: 1 + (alpha - 1)(1 - p), which vanishes once they are learnt.",
+    )
+    format_alpha: float = setting(
+        2.0, "Alpha, weight of a format token, at least 0; 1 is ordinary SFT."
+    )
+    route_weight: float = setting(1.0, "Weight of an expert's name inside a tag, at least 0.")
+    train_reply_tags: bool = setting(
+        True, "Train the tags of a spliced reply, which the deployed controller must write."
+    )
+    normalization: Normalization = setting(
+        "weights",
+        "What the loss is divided by: the sum of the `weights`, or the number of trained `tokens`, "
+        "which leaves content its share whatever alpha is.",
+    )
+    overwrite: bool = setting(
+        False, "Start again where a finished run, or one with other settings, lies."
+    )
+    # TRL's fields with defaults that suit a run that can be killed at any moment.
+    output_dir: str | None = setting("runs/stage2", "The run folder.")
+    max_length: int | None = setting(
+        2048,
+        "Longest row in tokens, prompt included; longer trajectories are dropped, never cut. With "
+        "`packing` also the length of a packed row.",
+    )
+    train_sampling_strategy: str = setting(
+        "group_by_length",
+        "`group_by_length` batches rows of like length, `random` shuffles, `sequential` keeps the "
+        "order of the data set.",
+    )
+    logging_steps: float = setting(1, "Steps between two logs.")
+    save_steps: float = setting(100, "Steps between two checkpoints to resume from.")
+    save_total_limit: int | None = setting(
+        2, "Checkpoints to keep, at least 2, so that one is whole at any moment; null: all."
+    )
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None and not self.fp16 and not torch.cuda.is_available():
+            self.bf16 = False  # TRL's default would be bfloat16 autocast, slower on most CPUs
+        super().__post_init__()
+        self.objective()
+        self._check_resume()
+
+    def objective(self) -> Objective:
+        """The objective that these settings describe."""
+        return Objective(
+            controller=self.controller_weight,
+            expert=self.expert_weight,
+            format_weight=self.format_weight,
+            format_alpha=self.format_alpha,
+            route=self.route_weight,
+            train_reply_tags=self.train_reply_tags,
+            normalization=self.normalization,
+        )
+
+    def _check_resume(self) -> None:
+        """Refuse what would make a resumed run differ from an undisturbed one."""
+        for name in ("save_only_model", "ignore_data_skip"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} is true; expected false: a resumed run would not equal an "
+                    "undisturbed one"
+                )
+        if self.save_total_limit is not None and self.save_total_limit < 2:
+            raise ValueError(
+                f"save_total_limit is {self.save_total_limit}; expected at least 2, or null: a run "
+                "that is killed while it saves needs the checkpoint before"
+            )
+
+
+@dataclass
+class Stage2Config(WeightedSFTConfig):
+    """Settings of Stage II: what is kept, how it is weighted, how it is trained."""
+
+    model: str = setting(
+        "", "Checkpoint folder to start from: weights, tokenizer and rivet.json. Required."
+    )
+    trajectories: str = setting(
+        "", "Folder of graded trajectories, as `rivet collect` writes it. Required."
+    )
+    # --- the filter
+    require_use: Use = setting(
+        "expert_or_code",
+        "Keep a trajectory only if it used an `expert`, ran `code`, either, or `any` (no demand).",
+    )
+    require_code_ok: bool = setting(
+        True, "Drop a trajectory in which a program failed, timed out or was cut."
+    )
+    near_duplicate: float = setting(
+        0.9,
+        "Within a problem, drop a trajectory whose 5-token shingles overlap an earlier kept one by "
+        "at least this share (Jaccard), above 0 and at most 1; 1 drops exact repetitions only.",
+    )
+    max_per_problem: int = setting(4, "Trajectories kept of one problem, at least 1.")
+    decontaminate: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Evaluation problems that must not be trained on: .jsonl files, or `miniworld` "
+            "for its held-out problems. A trajectory is dropped if its problem equals one of them "
+            "or shares 13 words in a row."
+        },
+    )
+    # --- the adapter
+    use_peft: bool = setting(False, "Train a LoRA adapter, merged into the result.")
+    lora_r: int = setting(32, "Rank of the adapter, at least 1.")
+    lora_alpha: int = setting(64, "Scale of the adapter, at least 1; the factor is alpha / r.")
+    lora_target_modules: str = setting(
+        "all-linear", "Modules that get an adapter; never the LM head."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ValueError("model is not set; expected a checkpoint folder (rivet stage1)")
+        if not self.trajectories:
+            raise ValueError("trajectories is not set; expected a folder (rivet collect)")
+        if not 0 < self.near_duplicate <= 1:
+            raise ValueError(
+                f"near_duplicate is {self.near_duplicate}; expected above 0 and at most 1"
+            )
+        if self.max_per_problem < 1:
+            raise ValueError(f"max_per_problem is {self.max_per_problem}; expected at least 1")
+
+    def peft(self) -> LoraConfig | None:
+        """The adapter, None for full fine-tuning."""
+        if not self.use_peft:
+            return None
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            target_modules=self.lora_target_modules,
+            exclude_modules=["lm_head"],
+            task_type="CAUSAL_LM",
+        )

@@ -1,0 +1,175 @@
+"""Stage II: filter graded trajectories, then train the controller on all of what they hold.
+
+    OUTPUT_DIR/
+      config.json, log.txt, metrics.jsonl, finished.json     the run (`rivet.runs`)
+      dataset/       the verified trajectories, with a card and the filter's funnel
+      trainer/       checkpoints to resume from
+      checkpoint/    the result
+
+Run line: `rivet stage2 stages/recipes/stage2_mini.yaml --model runs/stage1/checkpoint
+--trajectories runs/collect/trajectories`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from data.problems import Problem, load_problems
+from rivet.config import parse_config
+from rivet.files import recover_folder
+from rivet.prompts import PromptBuilder
+from rivet.runs import RunDir
+from rivet.settings import ProtocolSettings
+from rivet.store import TrajectoryStore
+from rivet.tokenization import ProtocolTokenizer
+from stages.stage2.config import Stage2Config
+from stages.stage2.dataset import DATA_FILE, FUNNEL_FILE, read_dataset, write_dataset
+from stages.stage2.filter import (
+    EvaluationProblems,
+    FilterRules,
+    filter_trajectories,
+    funnel_text,
+)
+from stages.stage2.training import train
+
+logger = logging.getLogger(__name__)
+
+# Held-out problems of each mini-world family that `decontaminate: [miniworld]` stands for.
+_MINIWORLD_PER_FAMILY = 100
+
+
+class Stage2Error(ValueError):
+    """Stage II cannot start as asked; the message says why and what to do."""
+
+
+def run(config: Stage2Config) -> Path:
+    """Filter and train, or go on with a run that was interrupted.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        Stage2Error: There is no trajectory, or none passes the filter.
+        rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
+        rivet.interrupt.Interrupted: A signal asked to stop; the state is saved.
+    """
+    assert config.output_dir is not None
+    settings = ProtocolSettings.load(config.model)
+    tokenizer = ProtocolTokenizer.from_pretrained(config.model)
+    with RunDir.open(
+        config.output_dir, config, stage="stage2", overwrite=config.overwrite
+    ) as folder:
+        funnel = prepare_dataset(config, folder, tokenizer, settings)
+        dataset = read_dataset(folder.path / "dataset")
+        summary = train(
+            folder,
+            config,
+            model=AutoModelForCausalLM.from_pretrained(config.model),
+            tokenizer=tokenizer,
+            settings=settings,
+            objective=config.objective(),
+            dataset=dataset,
+            peft_config=config.peft(),
+        )
+        folder.finish({**_results(funnel), **summary})
+        return folder.checkpoint
+
+
+def prepare_dataset(
+    config: Stage2Config,
+    folder: RunDir,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+) -> dict[str, Any]:
+    """Filter the store into `dataset/`, unless an interrupted run has done so.
+
+    Returns:
+        The funnel.
+    """
+    target = folder.path / "dataset"
+    recover_folder(target)
+    if not (target / DATA_FILE).is_file() and folder.is_writer:
+        store = TrajectoryStore(config.trajectories)
+        if not store.shards():
+            raise Stage2Error(
+                f"{config.trajectories}: no trajectory here; expected parquet shards, as "
+                "`rivet collect` writes them"
+            )
+        logger.info("filtering %s", config.trajectories)
+        filtered = filter_trajectories(
+            store,
+            FilterRules(
+                use=config.require_use,
+                require_code_ok=config.require_code_ok,
+                max_length=config.max_length,
+                near_duplicate=config.near_duplicate,
+                max_per_problem=config.max_per_problem,
+            ),
+            is_contaminated=_contamination(config, tokenizer, settings),
+        )
+        if not filtered.kept:
+            raise Stage2Error(
+                f"{config.trajectories}: no trajectory passes the filter:\n"
+                f"{funnel_text(filtered.funnel)}\nloosen the rule that dropped them, or collect "
+                "with a better controller"
+            )
+        _check_vocabulary(filtered.kept, tokenizer, config)
+        write_dataset(target, filtered.kept, funnel=filtered.funnel, source=config.trajectories)
+    funnel = json.loads((target / FUNNEL_FILE).read_text(encoding="utf-8"))
+    logger.info("what the filter kept:\n%s", funnel_text(funnel))
+    return funnel
+
+
+def _contamination(
+    config: Stage2Config, tokenizer: ProtocolTokenizer, settings: ProtocolSettings
+) -> EvaluationProblems | None:
+    problems: list[Problem] = []
+    for source in config.decontaminate:
+        if source == "miniworld":
+            from data.miniworld.tasks import build_split
+
+            problems += build_split("test", _MINIWORLD_PER_FAMILY, 0)
+        else:
+            problems += load_problems(source)
+    if not problems:
+        return None
+    return EvaluationProblems(problems, PromptBuilder(tokenizer, settings), tokenizer)
+
+
+def _check_vocabulary(
+    kept: Sequence[Any], tokenizer: ProtocolTokenizer, config: Stage2Config
+) -> None:
+    """Ids of another tokenizer would train on noise; the cheapest sign is one out of range."""
+    largest = max(max(t.completion_ids, default=0) for t in kept)
+    if largest >= len(tokenizer.token_bytes):
+        raise Stage2Error(
+            f"{config.trajectories}: token id {largest}, but the vocabulary of {config.model} has "
+            f"{len(tokenizer.token_bytes)} tokens; expected trajectories that this controller or "
+            "one of its ancestors sampled"
+        )
+
+
+def _results(funnel: dict[str, Any]) -> dict[str, Any]:
+    return {name: funnel[name] for name in ("read", "kept", "problems", "routes")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet stage2 RECIPE.yaml [--name value ...]`; prints the checkpoint's path."""
+    parsed = parse_config(
+        Stage2Config,
+        argv,
+        prog="rivet stage2",
+        description="Train the controller on verified trajectories, experts' text included.",
+    )
+    print(run(parsed.config))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

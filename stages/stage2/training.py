@@ -1,0 +1,216 @@
+"""One training run inside a run folder: resume, train, save. Shared by warm start and Stage II.
+
+    run/trainer/checkpoint-N   the trainer's own state, for resuming
+    run/metrics.jsonl          one line each time the trainer logs
+    run/checkpoint             the result: weights, tokenizer, rivet.json
+
+A checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole; one that a
+kill cut short is removed and training resumes from the one before. The data order depends on seed
+and epoch alone, so the parameters end the same as without the interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftConfig
+from tqdm import tqdm
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import get_model_param_count
+from trl import SFTConfig
+
+from rivet.files import atomic_folder, remove
+from rivet.interrupt import Stop, interruptible
+from rivet.runs import RunDir
+from rivet.settings import ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from stages.stage2.objective import Objective
+from stages.stage2.trainer import Stage2Trainer
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+# Shown in the line of each step, in this order; metrics.jsonl has them all.
+_SHOWN = ("loss", "loss/format", "mean_token_accuracy", "grad_norm", "learning_rate")
+
+
+def train(
+    run: RunDir,
+    args: SFTConfig,
+    *,
+    model: PreTrainedModel,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+    objective: Objective,
+    dataset: Dataset,
+    peft_config: PeftConfig | None = None,
+) -> dict[str, float]:
+    """Train, resuming if the run folder holds a checkpoint, and save `run.checkpoint`.
+
+    Args:
+        run: The opened run folder.
+        args: Trainer arguments; `output_dir` is set to a folder inside the run.
+        model: Where training starts.
+        tokenizer: Saved with the weights.
+        settings: Saved with the weights.
+        objective: Weights of the loss.
+        dataset: Rows for `Stage2Trainer`.
+        peft_config: Train an adapter, merged into the saved weights.
+
+    Returns:
+        The trainer's summary: `train_loss`, `train_runtime` in seconds, ...
+
+    Raises:
+        Interrupted: A signal asked to stop; the state is saved.
+    """
+    folder = run.path / "trainer"
+    args.output_dir = str(folder)
+    resume_from = last_checkpoint(folder, clean=run.is_writer)
+    last_step = 0 if resume_from is None else _step_of(resume_from)
+    run.trim_metrics(last_step)
+    if resume_from is not None:
+        logger.info("resuming from step %d", last_step)
+    with interruptible() as stop:
+        trainer = Stage2Trainer(
+            model,
+            args,
+            objective=objective,
+            train_dataset=dataset,
+            processing_class=tokenizer.hf,
+            callbacks=[RunCallback(run, stop)],
+            peft_config=peft_config,
+        )
+        for printing in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(printing)
+        logger.info(
+            "training %d parameters on %d rows",
+            get_model_param_count(trainer.model, trainable_only=True),
+            len(dataset),
+        )
+        output = trainer.train(resume_from_checkpoint=resume_from)
+        if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+            stop.check(f"step {trainer.state.global_step}")
+    save_checkpoint(run, trainer, tokenizer, settings)
+    return {name: value for name, value in output.metrics.items() if name != "total_flos"}
+
+
+def save_checkpoint(
+    run: RunDir,
+    trainer: Stage2Trainer,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+) -> None:
+    """Write weights, tokenizer and `rivet.json` to `run.checkpoint`, whole or not at all."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    state = None
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not run.is_writer:
+        return
+    with atomic_folder(run.checkpoint) as temporary:
+        model.save_pretrained(temporary, state_dict=state)
+        tokenizer.hf.save_pretrained(temporary)
+        settings.save(temporary)
+
+
+def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
+    """The trainer's last whole checkpoint, None if there is none.
+
+    Args:
+        folder: The trainer's output folder.
+        clean: Remove what a kill left half-written.
+    """
+    found = []
+    for path in folder.glob("checkpoint-*"):
+        if _is_whole(path):
+            found.append(path)
+        elif clean:
+            logger.warning("%s: not whole, left by an interrupted save; removed", path)
+            remove(path)
+    return str(max(found, key=lambda path: _step_of(str(path)))) if found else None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and state.get("global_step") == _step_of(str(path))
+
+
+def _step_of(checkpoint: str) -> int:
+    match = re.search(r"checkpoint-(\d+)$", checkpoint)
+    return int(match[1]) if match else -1
+
+
+class RunCallback(TrainerCallback):
+    """Metrics into the run folder, one line and a progress bar for people, an orderly stop.
+
+    Args:
+        run: The run folder.
+        stop: Whether the user asked to stop.
+    """
+
+    def __init__(self, run: RunDir, stop: Stop) -> None:
+        self._run = run
+        self._stop = stop
+        self._bar: tqdm[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Open the bar."""
+        self._bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            unit="step",
+            mininterval=0.5,
+            dynamic_ncols=True,
+            disable=args.disable_tqdm or not state.is_world_process_zero,
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Move the bar; save and stop where a signal asked for it."""
+        if self._bar is not None:
+            self._bar.update()
+        if self._stop.requested:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Write the metrics of a step, not the summary at the end."""
+        if not logs or "train_runtime" in logs or not self._run.is_writer:
+            return
+        self._run.append_metrics({"step": state.global_step, **logs})
+        shown = " ".join(f"{name} {logs[name]:.4g}" for name in _SHOWN if name in logs)
+        logger.info("step %d/%d %s", state.global_step, state.max_steps, shown)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,292 @@
+"""The warm start: a controller that speaks the protocol, before it knows whom to ask.
+
+Scripted dialogues of the mini-world are laid out as trajectories exactly as the rollout engine
+splices them, and the Stage II trainer learns them: the controller's tokens always, the expert's
+span in a small share of the trajectories only, so that the controller can write the form of a reply
+without having learnt its content. The expert is drawn uniformly and is often wrong; the answer is
+copied from the program's output, never from the gold.
+
+Gate, on problems that were not trained on: the share of requests that copy the operands exactly.
+
+    rivet warmstart stages/recipes/warmstart_mini.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_corpus
+from data.miniworld.experts import EXPERTS
+from data.miniworld.tasks import build_split, request_for
+from data.problems import Problem
+from rivet.config import parse_config
+from rivet.prompts import PromptBuilder
+from rivet.protocol import STOP_EXPERT, parse, split_reply
+from rivet.rollout.backend import SamplingParams
+from rivet.rollout.local import LocalBackend
+from rivet.rollout.types import RolloutLimits, rollout_seed
+from rivet.runs import RunDir
+from rivet.settings import FILE_NAME as SETTINGS_FILE
+from rivet.settings import ExpertCard, ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from rivet.trajectory import Author, Trajectory
+from stages.mini_controller import build_model, build_tokenizer
+from stages.stage2.config import WeightedSFTConfig, setting
+from stages.stage2.dataset import to_dataset
+from stages.stage2.training import train
+
+logger = logging.getLogger(__name__)
+
+
+class GateError(RuntimeError):
+    """The warm start did not reach what Stage I needs; the message says what was reached."""
+
+
+@dataclass
+class WarmstartConfig(WeightedSFTConfig):
+    """Settings of the warm start."""
+
+    output_dir: str | None = setting("runs/warmstart", "The run folder.")
+    model: str = setting(
+        "", "Pretrained checkpoint to start from; empty builds the mini controller from scratch."
+    )
+    dialogues: int = setting(24_000, "Scripted trajectories to learn from, at least 1.")
+    problems_per_family: int = setting(
+        1500, "Training problems of each mini-world family that the dialogues are about, 1 or more."
+    )
+    expert_span_share: float = setting(
+        0.05,
+        "Share of the trajectories in which the expert's span is trained as well, in [0, 1].",
+    )
+    vocab_size: int = setting(650, "Tokens of the mini controller's vocabulary, at least 400.")
+    hidden_size: int = setting(128, "Width of the mini controller, a multiple of 32.")
+    num_hidden_layers: int = setting(3, "Layers of the mini controller, at least 1.")
+    gate_problems: int = setting(
+        60, "Held-out problems of each family that the gate is measured on, at least 1."
+    )
+    gate: float = setting(
+        0.85, "Share of exactly copied requests below which the run fails, in [0, 1]."
+    )
+    format_alpha: float = setting(1.0, "Alpha, weight of a format token, at least 0.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("dialogues", "problems_per_family", "gate_problems", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("expert_span_share", "gate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
+
+
+def run(config: WarmstartConfig) -> Path:
+    """Train the warm start and check its gate.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        GateError: Fewer requests than `gate` were copied exactly; the run stays unfinished.
+    """
+    assert config.output_dir is not None
+    with RunDir.open(
+        config.output_dir, config, stage="warmstart", overwrite=config.overwrite
+    ) as folder:
+        tokenizer, settings, model = _start(config)
+        problems = build_split("train", config.problems_per_family, config.seed)
+        dialogues = itertools.islice(scripted_dialogues(problems, config.seed), config.dialogues)
+        prompts = PromptBuilder(tokenizer, settings)
+        trajectories = [
+            render(dialogue, n, tokenizer, settings, prompts)
+            for n, dialogue in enumerate(dialogues)
+        ]
+        dataset = to_dataset(
+            trajectories,
+            expert_scales=span_scales(len(trajectories), config.expert_span_share, config.seed),
+        )
+        summary = train(
+            folder,
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            settings=settings,
+            objective=config.objective(),
+            dataset=dataset,
+        )
+        copied = copied_share(
+            model, tokenizer, prompts, build_split("validation", config.gate_problems, config.seed)
+        )
+        _check_gate(copied, config)
+        folder.finish({"copied_requests": copied, "train_loss": summary["train_loss"]})
+        return folder.checkpoint
+
+
+def render(
+    dialogue: Dialogue,
+    index: int,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+    prompts: PromptBuilder,
+) -> Trajectory:
+    """Lay a dialogue out as the rollout engine does in `experts` mode: same tokens, same authors.
+
+    Raises:
+        AssertionError: The result is not well formed, so a script or the layout is broken.
+    """
+    style = settings.style
+    ids: list[int] = []
+    authors: list[Author] = []
+
+    def tag(author: Author, text: str) -> None:
+        put(author, tokenizer.encode(text))
+
+    def text(author: Author, content: str) -> None:
+        put(author, tokenizer.encode_untrusted(content))
+
+    def put(author: Author, tokens: Sequence[int]) -> None:
+        ids.extend(tokens)
+        authors.extend([author] * len(tokens))
+
+    tag("controller", style.open("expert", dialogue.expert))
+    text("controller", dialogue.request)
+    tag("controller", style.close("expert"))
+    tag("expert", style.open("reply", dialogue.expert))
+    for kind, piece in split_reply(dialogue.reply):
+        if kind == "text":
+            text("expert", piece + settings.after_tag)
+            continue
+        tag("expert", style.open("python"))
+        text("expert", piece + settings.after_tag)
+        tag("expert", style.close("python"))
+        tag("environment", style.open("output"))
+        text("environment", dialogue.output + settings.after_tag)
+        tag("environment", style.close("output"))
+    tag("expert", style.close("reply"))
+    tag("controller", "<answer>\\boxed{")
+    text("controller", dialogue.answer)
+    tag("controller", "}" + style.close("answer").removesuffix(settings.after_tag))
+    put("controller", [tokenizer.eos_id])
+    scanner = parse(tokenizer, ids, authors)
+    assert not scanner.problem(), (scanner.problem(), dialogue)
+    return Trajectory(
+        id=f"{dialogue.problem.id}#{index}@0",
+        problem_id=dialogue.problem.id,
+        mode="experts",
+        prompt_ids=prompts.build(dialogue.problem.problem),
+        segments=scanner.segments(),
+        finish="eos",
+        well_formed=True,
+        answer=scanner.answer(),
+        sample_index=index,
+        info={"family": dialogue.problem.meta.get("family", ""), "expert": dialogue.expert},
+    )
+
+
+def span_scales(count: int, share: float, seed: int) -> list[float]:
+    """1 for a random `share` of the trajectories, in which the expert's span is trained, else 0."""
+    chosen = random.Random(f"spans\x1f{seed}").sample(range(count), round(share * count))
+    scales = [0.0] * count
+    for n in chosen:
+        scales[n] = 1.0
+    return scales
+
+
+def copied_share(
+    model: PreTrainedModel,
+    tokenizer: ProtocolTokenizer,
+    prompts: PromptBuilder,
+    problems: Sequence[Problem],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> float:
+    """Share of problems whose first request is exactly the one that a flawless copy gives."""
+    sampling = SamplingParams(temperature=temperature)
+
+    async def request_of(backend: LocalBackend, problem: Problem) -> str:
+        generation = await backend.generate(
+            prompts.build(problem.problem),
+            stop=[STOP_EXPERT],
+            max_new_tokens=64,
+            sampling=sampling,
+            seed=rollout_seed(seed, 0, problem.id, 0),
+        )
+        scanner = parse(tokenizer, generation.ids, ["controller"] * len(generation.ids))
+        spans = [span for span in scanner.spans if span.name == "expert" and span.is_closed]
+        return scanner.text(spans[0]).strip() if spans else ""
+
+    async def requests() -> list[str]:
+        async with LocalBackend(model, tokenizer) as backend:
+            return await asyncio.gather(*(request_of(backend, p) for p in problems))
+
+    found = asyncio.run(requests())
+    return sum(
+        request == request_for(problem) for request, problem in zip(found, problems, strict=True)
+    ) / len(problems)
+
+
+def _start(
+    config: WarmstartConfig,
+) -> tuple[ProtocolTokenizer, ProtocolSettings, PreTrainedModel]:
+    """The controller before training: a given one, or the mini controller from scratch."""
+    cards = tuple(ExpertCard(expert.name, expert.skill) for expert in EXPERTS.values())
+    if config.model:
+        tokenizer = ProtocolTokenizer.from_pretrained(config.model)
+        pretrained: Any = AutoModelForCausalLM.from_pretrained(config.model)
+        if (Path(config.model) / SETTINGS_FILE).is_file():
+            return tokenizer, ProtocolSettings.load(config.model), pretrained
+        return tokenizer, ProtocolSettings(experts=cards), pretrained
+    tokenizer = build_tokenizer(
+        tokenizer_corpus(seed=config.seed), vocab_size=config.vocab_size, words=list(EXPERTS)
+    )
+    settings = ProtocolSettings(
+        prompt="bare",
+        after_tag="",
+        experts=cards,
+        limits=RolloutLimits(
+            max_completion_length=160,
+            max_expert_calls=2,
+            max_code_runs=2,
+            max_reply_length=96,
+            max_output_length=32,
+        ),
+    )
+    model = build_model(
+        tokenizer,
+        seed=config.seed,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+    )
+    return tokenizer, settings, model
+
+
+def _check_gate(copied: float, config: WarmstartConfig) -> None:
+    logger.info("exactly copied requests %.1f%%, gate %.1f%%", 100 * copied, 100 * config.gate)
+    if copied < config.gate:
+        raise GateError(
+            f"{config.output_dir}: {copied:.1%} of the requests are exact copies, expected at "
+            f"least {config.gate:.0%}, or Stage I has nothing to build on; train longer "
+            "(--max_steps) or lower --gate, with --overwrite true"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet warmstart RECIPE.yaml [--name value ...]`; prints the checkpoint's path."""
+    parsed = parse_config(
+        WarmstartConfig, argv, prog="rivet warmstart", description="Build the mini controller."
+    )
+    print(run(parsed.config))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
