@@ -116,6 +116,7 @@ class Stage1Config(GRPOConfig):
     )
     fault_window: int = _setting(3, "Steps that the fault rate is taken over, at least 1.")
     # --- the run
+    output_dir: str | None = _setting("runs/stage1", "The run folder.")
     overwrite: bool = _setting(
         False, "Start again where a finished run, or one with other settings, lies."
     )

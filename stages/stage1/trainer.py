@@ -18,20 +18,17 @@ Shapes: B = prompts, G = generations per prompt, T = completion tokens.
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
 from data.problems import Problem
-from rivet.files import atomic_write_text
 from rivet.trajectory import Trajectory
 from stages.stage1.config import Stage1Config
 from stages.stage1.health import BatchHealth, FaultWatch, fault_of, rollout_metrics
@@ -46,7 +43,6 @@ from stages.stage1.objective import (
 )
 from stages.stage1.rollouts import Asked, StepRollouts, with_info
 
-COMPLETE_FILE = "complete.txt"
 _ROW = "rivet_row"
 
 
@@ -93,19 +89,6 @@ def roles_of(trajectories: Sequence[Trajectory], length: int, device: torch.devi
     return TokenRoles((codes == 1) | (codes == 3), codes == 2, codes == 3)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a trainer's folder; half-written ones are removed."""
-    newest: tuple[int, Path] | None = None
-    for path in folder.glob("checkpoint-*"):
-        if not (path / COMPLETE_FILE).is_file():
-            shutil.rmtree(path)
-            continue
-        step = int(path.name.rpartition("-")[2])
-        if newest is None or step > newest[0]:
-            newest = (step, path)
-    return newest and newest[1]
-
-
 class Stage1Trainer(GRPOTrainer):
     """GRPO over expert-assisted trajectories.
 
@@ -122,7 +105,7 @@ class Stage1Trainer(GRPOTrainer):
     def __init__(
         self,
         *,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         args: Stage1Config,
         problems: Sequence[Problem],
         rollouts: StepRollouts,
@@ -153,7 +136,7 @@ class Stage1Trainer(GRPOTrainer):
             [{"role": "user", "content": p.problem, _ROW: row}] for row, p in enumerate(problems)
         ]
         super().__init__(
-            model=model,
+            model=model,  # type: ignore[arg-type] # any causal language model
             reward_funcs=[self._outcome_reward],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": prompts}).select(order),
@@ -298,13 +281,6 @@ class Stage1Trainer(GRPOTrainer):
             factor = importance_factor(old, inputs["sampling_per_token_logps"], clip)
             weights = torch.where(inputs["is_controller"], weights * factor, weights)
         return weights
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            # The last file: a checkpoint without it was being written when the run was killed.
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            atomic_write_text(folder / COMPLETE_FILE, f"{self.state.global_step}\n")
 
     def _metric(self, name: str, value: float) -> None:
         """One value of a metric; TRL averages them at the next log and reports the mean."""

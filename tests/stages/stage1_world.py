@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data.problems import Problem
+from rivet.runs import RunDir
+from rivet.settings import ProtocolSettings
 from rivet.store import TrajectoryStore
+from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Author, ExpertCall, Kind, Segment, Trajectory
 from stages.stage1.config import Stage1Config
 from stages.stage1.rollouts import Asked, StepRollouts
-from stages.stage1.trainer import Stage1Trainer, last_checkpoint
+from stages.stage1.trainer import Stage1Trainer
+from stages.stage1.training import Start, train, trainer_arguments
 
-VOCAB = 48
+VOCAB = 258  # two control tokens and the bytes
 EOS, PAD = 0, 1
-PROBLEMS = [Problem(f"p{n}", f"w{n + 2} w3", "4", "tests") for n in range(8)]
+PROBLEMS = [Problem(f"p{n}", f"problem {n}", "4", "tests") for n in range(8)]
 # Author and kind of each run of a completion: consult, be answered, answer.
 CONSULT: list[tuple[Author, Kind, int]] = [
     ("controller", "format", 1),
@@ -41,10 +45,11 @@ CONSULT: list[tuple[Author, Kind, int]] = [
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
-    vocab = {"<eos>": EOS, "<pad>": PAD} | {f"w{n}": n for n in range(2, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """One token a byte."""
+    pieces = ["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", padding_side="left"
     )
@@ -158,10 +163,25 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def build_start() -> Start:
+    """What a whole run begins with."""
+    return Start(
+        build_model(),
+        ProtocolTokenizer(build_tokenizer()),
+        ProtocolSettings(prompt="bare", after_tag=""),
+        PROBLEMS,
+        {p.id: "calc" for p in PROBLEMS},
+    )
+
+
+def run(folder: Path, source: Any = None, **changes: Any) -> Path:
+    """A whole run in a run folder, over scripted rollouts."""
+    config = build_config(folder, **changes)
+    with RunDir.open(folder, config, stage="stage1", overwrite=config.overwrite) as opened:
+        args = trainer_arguments(config, opened, len(PROBLEMS))
+        return train(opened, args, build_start(), source or ScriptedSource())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    target = Path(sys.argv[1])
-    trainer = build_trainer(target, max_steps=int(sys.argv[2]))
-    start = last_checkpoint(target)
-    trainer.train(resume_from_checkpoint=start and str(start))
-    torch.save(parameters(trainer.model), target / "parameters.pt")
+    run(Path(sys.argv[1]), max_steps=int(sys.argv[2]))

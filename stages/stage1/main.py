@@ -1,0 +1,169 @@
+"""Stage I: reinforcement learning of the controller with experts at hand.
+
+    rivet stage1 stages/recipes/stage1_mini.yaml --model runs/warmstart/checkpoint
+
+    run/trajectories/step-00012   the graded rollouts of step 12, written before its update
+    run/trainer/checkpoint-N      the trainer's state, for resuming
+    run/metrics.jsonl             one line a step
+    run/checkpoint                the result: weights, tokenizer, rivet.json
+    run/collapsed                 the weights of a run that an alarm stopped, to look at
+
+A run that was killed or interrupted goes on with the same command: from the last checkpoint,
+through the stored rollouts, to the parameters that it would have had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from data.miniworld.tasks import build_split
+from data.problems import Problem, load_problems
+from rivet.config import parse_config
+from rivet.experts.config import ExpertConfig, load_experts
+from rivet.runs import RunDir
+from rivet.settings import ExpertCard, ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from stages.experts import start_miniworld_experts
+from stages.stage1.config import Stage1Config
+from stages.stage1.sampling import engine_source, right_experts
+from stages.stage1.training import Start, train, trainer_arguments
+
+logger = logging.getLogger(__name__)
+
+# What decides when a run is stopped or saved, not what it computes.
+_MAY_CHANGE = (
+    "collapse_alarm",
+    "min_well_formed",
+    "max_expert_nll",
+    "collapse_patience",
+    "max_fault_rate",
+    "fault_window",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+)
+
+
+def run(config: Stage1Config) -> Path:
+    """Train, or go on training.
+
+    Args:
+        config: Settings; `output_dir` is the run folder.
+
+    Returns:
+        The checkpoint folder.
+
+    Raises:
+        CollapseError: The run lost the protocol.
+        FaultRateError: Experts, sandbox or grader fail too often.
+        ExpertsUnavailableError: An expert does not answer before the first step.
+        Interrupted: A signal asked to stop; the step is saved.
+    """
+    assert config.output_dir is not None
+    problems = read_problems(config)
+    with RunDir.open(
+        config.output_dir,
+        config,
+        stage="stage1",
+        overwrite=config.overwrite,
+        may_change=_MAY_CHANGE,
+    ) as folder:
+        args = trainer_arguments(config, folder, len(problems))
+        with open_experts(config.experts) as experts:
+            start = load_start(args, problems, experts)
+            with engine_source(
+                start.model,
+                start.tokenizer,
+                start.settings,
+                experts,
+                batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+                temperature=args.temperature,
+                seed=args.seed,
+                cost=args.cost(),
+            ) as source:
+                return train(folder, args, start, source)
+
+
+def read_problems(config: Stage1Config) -> list[Problem]:
+    """Training problems of the mini-world, or of a file.
+
+    Raises:
+        ProblemFileError: The file is broken.
+        ValueError: There are fewer than one step takes.
+    """
+    if config.problems == "miniworld":
+        problems = build_split("train", config.problems_per_family, config.seed)
+    else:
+        problems = load_problems(config.problems)
+    if len(problems) < config.prompts_per_step:
+        raise ValueError(
+            f"{config.problems}: {len(problems)} problems; expected at least "
+            f"{config.prompts_per_step}, what one step takes"
+        )
+    return problems
+
+
+def load_start(
+    args: Stage1Config, problems: list[Problem], experts: Sequence[ExpertConfig]
+) -> Start:
+    """Load the controller; it may name the experts that this run has."""
+    settings = ProtocolSettings.load(args.model)
+    limits = settings.limits
+    if args.max_completion_length is not None:
+        limits = replace(limits, max_completion_length=args.max_completion_length)
+    args.max_completion_length = limits.max_completion_length
+    cards = tuple(ExpertCard(expert.name, expert.skill) for expert in experts)
+    tokenizer = ProtocolTokenizer.from_pretrained(args.model)
+    tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        args.model, **_model_arguments(args)
+    )
+    # The engine samples from this very object, so it goes to its device first.
+    model.to(args.device)
+    return Start(
+        model,
+        tokenizer,
+        replace(settings, experts=cards, limits=limits),
+        problems,
+        right_experts(problems, [card.name for card in cards]),
+    )
+
+
+def _model_arguments(args: Stage1Config) -> dict[str, Any]:
+    given = args.model_init_kwargs
+    return {"dtype": "float32", **(given if isinstance(given, dict) else {})}
+
+
+@contextlib.contextmanager
+def open_experts(experts: str) -> Iterator[list[ExpertConfig]]:
+    """The experts of a file, or the mini-world's own, served while this is open."""
+    if experts == "embedded":
+        logger.info("starting the mini-world's experts")
+        with start_miniworld_experts() as configs:
+            yield configs
+    else:
+        yield load_experts(experts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet stage1 RECIPE.yaml [--name value ...]`; prints the checkpoint's path."""
+    parsed = parse_config(
+        Stage1Config,
+        argv,
+        prog="rivet stage1",
+        description="Stage I: expert-augmented reinforcement learning of the controller.",
+    )
+    print(run(parsed.config))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""Sampling for Stage I: the rollout engine over the trainer's own model, then the grader.
+
+Everything asynchronous lives in one event loop that runs only while a step is being sampled. The
+model object is the trainer's, so there are no weights to copy; cached states are dropped before
+each step, because the update in between has changed the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from rivet.rollout.engine import RolloutEngine
+from transformers import PreTrainedModel
+
+from data.problems import Problem
+from eval.grade import Grades, grade_trajectory
+from rivet.experts.config import ExpertConfig
+from rivet.experts.pool import ExpertPool
+from rivet.grading import Grader
+from rivet.prompts import PromptBuilder
+from rivet.rewards import CostTerm, outcome_reward
+from rivet.rollout.backend import SamplingParams
+from rivet.rollout.local import LocalBackend
+from rivet.rollout.types import RolloutRequest, rollout_seed
+from rivet.settings import ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from rivet.trajectory import Trajectory
+from sandbox import PythonSandbox
+from stages.stage1.rollouts import Asked
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertsUnavailableError(RuntimeError):
+    """An expert did not answer the question that is asked before a run."""
+
+
+class Rollouts(Protocol):
+    """What is needed of the rollout engine."""
+
+    async def rollout(self, request: RolloutRequest) -> Trajectory:
+        """Sample one trajectory; infrastructure faults come back as `Trajectory.fault`."""
+        ...
+
+
+class EngineSource:
+    """Samples and grades the rollouts of a step; implements `RolloutSource`.
+
+    Args:
+        runner: Runs the coroutines.
+        engine: Samples.
+        backend: Told to forget cached states before each step.
+        grader: Grades.
+        prompts: Builds prompts.
+        temperature: Of the sampling, above 0.
+        seed: Of the run.
+        cost: Taken off the reward of right answers.
+    """
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        *,
+        engine: Rollouts,
+        backend: LocalBackend,
+        grader: Grades,
+        prompts: PromptBuilder,
+        temperature: float,
+        seed: int,
+        cost: CostTerm,
+    ) -> None:
+        self._runner = runner
+        self._engine = engine
+        self._backend = backend
+        self._grader = grader
+        self._prompts = prompts
+        self._sampling = SamplingParams(temperature=temperature)
+        self._seed = seed
+        self._cost = cost
+
+    def sample(self, asked: Sequence[Asked]) -> list[Trajectory]:
+        """Trajectories with outcome and reward set, in the order that they were asked for."""
+        self._backend.reset()
+        return self._runner.run(self._sample(asked))
+
+    async def _sample(self, asked: Sequence[Asked]) -> list[Trajectory]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._one(one)) for one in asked]
+        return [task.result() for task in tasks]
+
+    async def _one(self, asked: Asked) -> Trajectory:
+        problem = asked.problem
+        trajectory = await self._engine.rollout(self._request(asked))
+        if trajectory.fault is None:
+            trajectory = await grade_trajectory(
+                self._grader, problem, trajectory, self._prompts.tokenizer
+            )
+        return replace(trajectory, reward=outcome_reward(trajectory, self._cost))
+
+    def _request(self, asked: Asked) -> RolloutRequest:
+        problem = asked.problem
+        info = {"family": problem.meta.get("family", ""), "gold": problem.answer}
+        return RolloutRequest(
+            problem_id=problem.id,
+            prompt_ids=self._prompts.build(problem.problem, "experts"),
+            mode="experts",
+            sampling=self._sampling,
+            seed=rollout_seed(self._seed, asked.step, problem.id, asked.sample_index),
+            step=asked.step,
+            sample_index=asked.sample_index,
+            info=info | {"source": problem.source},
+        )
+
+
+@contextmanager
+def engine_source(
+    model: PreTrainedModel,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+    experts: Sequence[ExpertConfig],
+    *,
+    batch_size: int,
+    temperature: float,
+    seed: int,
+    cost: CostTerm,
+) -> Iterator[EngineSource]:
+    """Open sandbox, experts, grader and engine around the trainer's model.
+
+    Args:
+        model: The controller, on its device already.
+        tokenizer: Its tokenizer.
+        settings: How it speaks the protocol.
+        experts: Whom it may consult; each is asked one question first.
+        batch_size: Rollouts of a step, sampled at the same time.
+        temperature: Of the sampling.
+        seed: Of the run.
+        cost: Taken off the reward of right answers.
+
+    Raises:
+        ExpertsUnavailableError: An expert does not answer.
+    """
+    with asyncio.Runner() as runner, Grader() as grader:
+        stack = AsyncExitStack()
+
+        async def open_all() -> tuple[LocalBackend, RolloutEngine]:
+            sandbox = await stack.enter_async_context(PythonSandbox())
+            pool = await stack.enter_async_context(ExpertPool(experts))
+            await _check(pool)
+            backend = await stack.enter_async_context(
+                LocalBackend(model, tokenizer, max_batch=batch_size)
+            )
+            return backend, RolloutEngine(
+                backend, tokenizer, settings, experts=pool, sandbox=sandbox
+            )
+
+        try:
+            backend, engine = runner.run(open_all())
+            yield EngineSource(
+                runner,
+                engine=engine,
+                backend=backend,
+                grader=grader,
+                prompts=PromptBuilder(tokenizer, settings),
+                temperature=temperature,
+                seed=seed,
+                cost=cost,
+            )
+        finally:
+            runner.run(stack.aclose())
+
+
+async def _check(pool: ExpertPool) -> None:
+    """Ask every endpoint one question."""
+    failed = [result for result in await pool.check() if result.reply.status != "ok"]
+    if failed:
+        lines = [f"{r.reply.name} at {r.base_url}: {r.reply.detail}" for r in failed]
+        raise ExpertsUnavailableError(
+            "experts do not answer:\n  " + "\n  ".join(lines) + "\nexpected every endpoint to "
+            "answer before a run starts; see `rivet experts check`"
+        )
+
+
+def right_experts(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, str]:
+    """Problem id -> the expert that knows it, for problems of the mini-world's families."""
+    from data.miniworld.experts import EXPERTS
+
+    by_family = {f: e.name for e in EXPERTS.values() for f in e.families if e.name in names}
+    families = {p.id: str(p.meta.get("family", "")) for p in problems}
+    return {i: by_family[family] for i, family in families.items() if family in by_family}
