@@ -1,0 +1,378 @@
+"""The local backend against the plain forward and `generate` of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rivet.rollout.backend import BackendError, Generation, SamplingParams
+from rivet.rollout.local import LocalBackend
+from rivet.tokenization import ProtocolTokenizer
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(n)] for n in lengths]
+
+
+async def sample(backend: LocalBackend, prompt: Sequence[int], **changes: Any) -> Generation:
+    arguments: dict[str, Any] = {
+        "stop": (),
+        "max_new_tokens": 12,
+        "sampling": SamplingParams(),
+        "seed": 7,
+    }
+    return await backend.generate(prompt, **(arguments | changes))
+
+
+@torch.no_grad()
+def full_logprobs(
+    model: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities of ids after the prompt by one forward over everything, shape (n, V)."""
+    logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0]
+    return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+
+
+def assert_logprobs(
+    model: torch.nn.Module, prompt: Sequence[int], got: Generation, temperature: float = 1.0
+) -> None:
+    expected = full_logprobs(model, prompt, got.ids, temperature)
+    picked = expected.gather(-1, torch.tensor(got.ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(got.logprobs), picked, atol=1e-4, rtol=1e-4)
+
+
+async def test_greedy_equals_hf_generate_on_ragged_prompts(model, tag_tokenizer) -> None:
+    prompts = random_prompts([3, 17, 1, 64, 9, 33, 5, 40])
+    async with LocalBackend(model, tag_tokenizer, max_batch=8) as backend:
+        got = await asyncio.gather(
+            *[sample(backend, p, sampling=GREEDY, max_new_tokens=20) for p in prompts]
+        )
+    for prompt, generation in zip(prompts, got, strict=True):
+        x = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model.generate(
+                x, attention_mask=torch.ones_like(x), max_new_tokens=20, do_sample=False
+            )
+        eos = tag_tokenizer.eos_id
+        wanted = expected[0, len(prompt) :].tolist()
+        wanted = wanted[: wanted.index(eos) + 1] if eos in wanted else wanted
+        assert generation.ids == wanted
+        assert_logprobs(model, prompt, generation)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_a_full_forward(model, tag_tokenizer, temperature) -> None:
+    prompts = random_prompts([5, 30, 12, 2])
+    params = SamplingParams(temperature=temperature)
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        got = await asyncio.gather(
+            *[sample(backend, p, sampling=params, seed=n) for n, p in enumerate(prompts)]
+        )
+    for prompt, generation in zip(prompts, got, strict=True):
+        assert_logprobs(model, prompt, generation, temperature)
+
+
+async def test_a_session_continued_over_splices_equals_a_fresh_run(model, tag_tokenizer) -> None:
+    """Three calls with foreign tokens spliced between them, beside other sessions."""
+    splices = random_prompts([9, 20, 31, 14], seed=1)
+
+    async def continued(backend: LocalBackend, n: int) -> list[tuple[list[int], Generation]]:
+        context, calls = list(random_prompts([10 + 5 * n], seed=n)[0]), []
+        for splice in splices[:3]:
+            got = await sample(backend, context, seed=n, session=f"s{n}")
+            calls.append((context.copy(), got))
+            context += got.ids + splice
+        return calls
+
+    async with LocalBackend(model, tag_tokenizer, max_batch=4) as backend:
+        together = await asyncio.gather(*[continued(backend, n) for n in range(4)])
+        for n, calls in enumerate(together):
+            for context, got in calls:
+                assert_logprobs(model, context, got)
+                fresh = await sample(backend, context, seed=n)
+                assert fresh.ids == got.ids
+                assert fresh.logprobs == pytest.approx(got.logprobs, abs=1e-4)
+
+
+async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeypatch) -> None:
+    fed: list[int] = []
+    forward = LocalBackend._forward
+
+    def record(self: LocalBackend, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        fed.append(ids.shape[1])
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(LocalBackend, "_forward", record)
+    prompt, splice = random_prompts([40, 6])
+    async with LocalBackend(qwen3, tag_tokenizer) as backend:
+        got = await sample(backend, prompt, max_new_tokens=3, session="a")
+        fed.clear()
+        await sample(backend, [*prompt, *got.ids, *splice], max_new_tokens=1, session="a")
+        assert fed == [1 + len(splice)]  # the last sampled token was not in the cache yet
+        fed.clear()
+        changed = [*prompt[:30], *splice]
+        await sample(backend, changed, max_new_tokens=1, session="a")
+        assert fed == [len(splice)]  # a prompt that turns off is computed from there
+
+
+async def test_results_do_not_depend_on_batch_mates(model, tag_tokenizer) -> None:
+    prompts = random_prompts([8, 25, 3, 60, 14, 31])
+    params = SamplingParams(temperature=1.3)
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        alone = [
+            await sample(backend, p, sampling=params, seed=n, max_new_tokens=24)
+            for n, p in enumerate(prompts)
+        ]
+        crowd = [
+            sample(backend, p, sampling=params, seed=n, max_new_tokens=24)
+            for n, p in enumerate(prompts)
+        ]
+        noise = [
+            sample(backend, p, seed=99 + n, max_new_tokens=5 + n)
+            for n, p in enumerate(random_prompts([70] * 20, seed=3))
+        ]
+        together = await asyncio.gather(*noise, *crowd)
+    assert [g.ids for g in together[len(noise) :]] == [g.ids for g in alone]
+
+
+async def test_seeds_give_different_samples(qwen3, tag_tokenizer) -> None:
+    (prompt,) = random_prompts([8])
+    async with LocalBackend(qwen3, tag_tokenizer) as backend:
+        got = await asyncio.gather(*[sample(backend, prompt, seed=n) for n in range(10)])
+    assert len({tuple(g.ids) for g in got}) == 10
+
+
+async def test_more_calls_than_slots_all_finish_with_their_own_result(qwen3, tag_tokenizer) -> None:
+    """Sessions are evicted on the way, and come back."""
+    prompts = random_prompts([6] * 12)
+
+    async def two_calls(backend: LocalBackend, n: int) -> list[int]:
+        first = await sample(backend, prompts[n], seed=n, session=str(n))
+        context = [*prompts[n], *first.ids, 1, 2, 3]
+        return first.ids + (await sample(backend, context, seed=n, session=str(n))).ids
+
+    async with LocalBackend(qwen3, tag_tokenizer, max_batch=3) as small:
+        got = await asyncio.gather(*[two_calls(small, n) for n in range(12)])
+    async with LocalBackend(qwen3, tag_tokenizer, max_batch=64) as large:
+        expected = await asyncio.gather(*[two_calls(large, n) for n in range(12)])
+    assert got == expected
+
+
+class Forced:
+    """A model whose logits put a script's next token far above the others."""
+
+    def __init__(self, model: Any, script: dict[int, int]) -> None:
+        self.original, self.script = model.forward, script
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        logits = torch.zeros_like(output.logits)
+        for row, position in enumerate(kwargs["position_ids"][:, -1].tolist()):
+            logits[row, -1, self.script[position]] = 50.0
+        output.logits = logits
+        return output
+
+
+@pytest.fixture
+def scripted(tag_tokenizer: ProtocolTokenizer, build_model, monkeypatch: pytest.MonkeyPatch):
+    """A backend that writes a given text after a prompt of 4 tokens."""
+
+    def build(text_ids: list[int]) -> LocalBackend:
+        model = build_model(tag_tokenizer)
+        script = {3 + n: token for n, token in enumerate([*text_ids, *[0] * 20])}
+        monkeypatch.setattr(model, "forward", Forced(model, script))
+        return LocalBackend(model, tag_tokenizer)
+
+    return build
+
+
+async def test_a_stop_string_spread_over_tokens_ends_the_call(scripted, tag_tokenizer) -> None:
+    ids = [tag_tokenizer.encode(c)[0] for c in "x<b>y"]
+    async with scripted(ids) as backend:
+        got = await sample(backend, [1, 2, 3, 4], stop=["<b>", "never"], sampling=GREEDY)
+    assert (got.ids, got.finish_reason) == (ids[:4], "stop")
+
+
+async def test_the_last_token_may_reach_past_the_stop_string(scripted, tag_tokenizer) -> None:
+    whole = tag_tokenizer.encode("<b>bold</b>")
+    ids = next(
+        ids
+        for ids in (whole[:n] for n in range(1, len(whole)))
+        if tag_tokenizer.decode(ids).startswith("<b>bo")
+    )
+    async with scripted(ids) as backend:
+        got = await sample(backend, [1, 2, 3, 4], stop=["b>b"], sampling=GREEDY)
+    assert got.finish_reason == "stop"
+    assert got.ids == ids[: len(got.ids)]
+    text = tag_tokenizer.decode(got.ids)
+    assert "b>b" in text and "b>b" not in tag_tokenizer.decode(got.ids[:-1])
+
+
+async def test_a_control_token_can_be_a_stop_string(scripted, tag_tokenizer) -> None:
+    ids = tag_tokenizer.encode("ab</expert>")
+    async with scripted(ids) as backend:
+        got = await sample(backend, [1, 2, 3, 4], stop=["</expert>"], sampling=GREEDY)
+    assert (got.ids, got.finish_reason) == (ids, "stop")
+
+
+async def test_a_stop_string_in_the_prompt_does_not_count(scripted, tag_tokenizer) -> None:
+    ids = [tag_tokenizer.encode(">")[0], tag_tokenizer.eos_id]
+    prompt = [tag_tokenizer.encode(c)[0] for c in "xx<b"]
+    async with scripted(ids) as backend:
+        got = await sample(backend, prompt, stop=["<b>"], sampling=GREEDY)
+    assert (got.ids, got.finish_reason) == (ids, "eos")
+
+
+async def test_the_end_of_turn_is_kept_and_reported(scripted, tag_tokenizer) -> None:
+    ids = [*tag_tokenizer.encode("abc"), tag_tokenizer.eos_id]
+    async with scripted(ids) as backend:
+        got = await sample(backend, [1, 2, 3, 4], stop=["z"], sampling=GREEDY)
+    assert (got.ids, got.finish_reason) == (ids, "eos")
+
+
+async def test_the_limit_and_the_end_of_the_context_are_length(qwen3, tag_tokenizer) -> None:
+    banned = tuple(tag_tokenizer.eos_ids)
+    async with LocalBackend(qwen3, tag_tokenizer, max_context=20) as backend:
+        got = await sample(backend, [1] * 4, max_new_tokens=5, banned_ids=banned)
+        assert (len(got.ids), got.finish_reason) == (5, "length")
+        got = await sample(backend, [1] * 14, max_new_tokens=50, banned_ids=banned)
+        assert (len(got.ids), got.finish_reason) == (6, "length")
+        with pytest.raises(BackendError, match="20 tokens"):
+            await sample(backend, [1] * 20)
+
+
+async def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalised(
+    qwen3, tag_tokenizer
+) -> None:
+    (prompt,) = random_prompts([8])
+    favourites = full_logprobs(qwen3, prompt, [0])[0].topk(3).indices.tolist()
+    async with LocalBackend(qwen3, tag_tokenizer) as backend:
+        got = await sample(
+            backend, prompt, sampling=GREEDY, banned_ids=favourites, max_new_tokens=1
+        )
+    expected = full_logprobs(qwen3, prompt, [0])[0]
+    expected[favourites] = -torch.inf
+    expected = expected.log_softmax(-1)
+    assert got.ids == [int(expected.argmax())]
+    assert got.logprobs == pytest.approx([float(expected.max())], abs=1e-4)
+
+
+async def test_an_exception_reaches_every_caller_and_the_backend_lives_on(
+    tag_tokenizer, build_model, monkeypatch
+) -> None:
+    model = build_model(tag_tokenizer)
+    good = model.forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    async with LocalBackend(model, tag_tokenizer, max_batch=2) as backend:
+        monkeypatch.setattr(model, "forward", fail)
+        results = await asyncio.gather(
+            *[sample(backend, p) for p in random_prompts([5] * 6)], return_exceptions=True
+        )
+        assert all(isinstance(r, BackendError) and "out of memory" in str(r) for r in results)
+        monkeypatch.setattr(model, "forward", good)
+        assert (await sample(backend, [1, 2, 3])).ids
+
+
+async def test_closing_fails_what_is_under_way(qwen3, tag_tokenizer) -> None:
+    backend = LocalBackend(qwen3, tag_tokenizer, max_batch=1)
+    banned = tuple(tag_tokenizer.eos_ids)
+    calls = [
+        asyncio.create_task(sample(backend, [1, 2], max_new_tokens=500, banned_ids=banned))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    await backend.close()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert any(isinstance(r, BackendError) for r in results)
+    assert all(isinstance(r, BackendError | Generation) for r in results)
+    with pytest.raises(BackendError, match="closed"):
+        await sample(backend, [1, 2])
+    await backend.close()
+
+
+async def test_a_cancelled_call_frees_its_slot(qwen3, tag_tokenizer) -> None:
+    banned = tuple(tag_tokenizer.eos_ids)
+    async with LocalBackend(qwen3, tag_tokenizer, max_batch=1) as backend:
+        task = asyncio.create_task(sample(backend, [1, 2], max_new_tokens=500, banned_ids=banned))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await sample(backend, [3, 4])).ids
+
+
+async def test_new_weights_count_after_reset(tag_tokenizer, build_model) -> None:
+    model = build_model(tag_tokenizer)
+    (prompt,) = random_prompts([30])
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        first = await sample(backend, prompt, session="s", max_new_tokens=4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        context = [*prompt, *first.ids, 5]
+        stale = await sample(backend, context, session="s", max_new_tokens=4)
+        with pytest.raises(AssertionError):
+            assert_logprobs(model, context, stale)
+        backend.reset()
+        fresh = await sample(backend, context, session="s", max_new_tokens=4)
+        assert_logprobs(model, context, fresh)
+
+
+async def test_training_mode_is_restored_before_the_result_arrives(
+    tag_tokenizer, build_model
+) -> None:
+    model = build_model(tag_tokenizer).train()
+    model.model.layers[0].eval()  # a part that the trainer froze stays as it was
+    before = [m.training for m in model.modules()]
+    seen = []
+    original = model.forward
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen.append(any(m.training for m in model.modules()))
+        return original(*args, **kwargs)
+
+    model.forward = watch
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        await sample(backend, [1, 2, 3])
+        assert [m.training for m in model.modules()] == before
+    assert seen and not any(seen)
+
+
+async def test_attention_implementation_is_restored(qwen3, tag_tokenizer) -> None:
+    before = qwen3.config._attn_implementation
+    async with LocalBackend(qwen3, tag_tokenizer) as backend:
+        await sample(backend, [1, 2, 3])
+    assert qwen3.config._attn_implementation == before
+
+
+async def test_a_peft_model_samples_with_its_adapter(tag_tokenizer, build_model) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        build_model(tag_tokenizer),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    ).eval()
+    (prompt,) = random_prompts([12])
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        got = await sample(backend, prompt)
+    assert_logprobs(model, prompt, got)
+    with model.disable_adapter(), pytest.raises(AssertionError):
+        assert_logprobs(model, prompt, got)
+
+
+def test_a_model_with_sliding_attention_is_refused(tag_tokenizer, build_model) -> None:
+    model = build_model(tag_tokenizer)
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="sliding_attention"):
+        LocalBackend(model, tag_tokenizer)
