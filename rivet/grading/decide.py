@@ -5,6 +5,7 @@ math-verify last. Golds are read once and remembered.
 """
 
 import functools
+import re
 
 from rivet.grading.answers import Answer
 from rivet.grading.choice import is_letter_gold, letter_of
@@ -37,7 +38,7 @@ def decide_math(gold: str, answer: str) -> Verdict:
         if letter is not None:
             is_same = letter == letter_of(gold_spelled)
             return ("right", "same letter") if is_same else ("wrong", "another letter")
-    return compare_spelled(golds, spelled)
+    return compare_spelled(golds, _without_unit(spelled, gold_spelled))
 
 
 def compare_spelled(golds: tuple[Answer, ...], spelled: str) -> Verdict:
@@ -55,9 +56,34 @@ def compare_spelled(golds: tuple[Answer, ...], spelled: str) -> Verdict:
     return "wrong", "different"
 
 
+_UNIT_WORDS = re.compile(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z][A-Za-z ]*?)\s*\}$")
+
+
+def _without_unit(spelled: str, gold: str) -> str:
+    """Drop words behind the answer's number that stand behind the gold's, known unit or not."""
+    ours, theirs = _UNIT_WORDS.search(gold), _UNIT_WORDS.search(spelled)
+    if ours and theirs and ours.group(1).casefold() == theirs.group(1).casefold():
+        return spelled[: theirs.start()]
+    return spelled
+
+
+def _readings_of_gold(spelled: str) -> list[Answer]:
+    """Read a gold, which unlike an answer may count things that nobody listed as units."""
+    try:
+        return readings(spelled)
+    except Unreadable:
+        words = _UNIT_WORDS.search(spelled)
+        if words is None or re.search(r"\b(?:or|and|to|if|not)\b", words.group(1)):
+            raise
+        return readings(spelled[: words.start()])
+
+
 @functools.lru_cache(maxsize=4096)
 def read_gold(gold: str) -> tuple[str, tuple[Answer, ...], str]:
-    """Read a gold: its normalised text, its readings, and what is wrong with it ('' if nothing)."""
+    """Read a gold: its normalised text, its readings, and what is wrong with it ('' if nothing).
+
+    A gold that does not equal itself (0/0, or a value that costs too much) is unusable.
+    """
     if len(gold) > MAX_LENGTH:
         return "", (), "too long"
     spelled = normalize(gold)
@@ -66,6 +92,8 @@ def read_gold(gold: str) -> tuple[str, tuple[Answer, ...], str]:
     if is_letter_gold(spelled):
         return spelled, (), ""
     try:
-        return spelled, tuple(readings(spelled)), ""
+        golds = tuple(_readings_of_gold(spelled))
+        trouble = "" if all(same(form, form) for form in golds) else "it does not equal itself"
+        return spelled, golds, trouble
     except (Unreadable, TooExpensive) as error:
         return spelled, (), str(error)

@@ -23,7 +23,7 @@ from rivet.grading.syntax import Node
 MIN_DIGITS_FRACTION = 6
 MIN_DIGITS_IRRATIONAL = 10
 _DOUBLE_DIGITS = 15
-_INTEGER_OPS = ("floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm")
+_INTEGER_OPS = ("floor", "ceil", "factorial", "factorial2", "binom", "gcd", "lcm", "sum", "prod")
 
 
 def infinity_sign(node: Node) -> int:
@@ -101,24 +101,43 @@ def rounds_to(exact: Node, numeral: str) -> bool:
         return bool(error <= _to_mp(tolerance))
 
 
+def is_near(exact: Node, numeral: str) -> bool:
+    """Tell whether a decimal numeral is within one unit of its last place of a constant."""
+    if not is_constant(exact) or "e" in numeral.lower():
+        return False
+    value = Evaluator(allow_complex=False).value(exact)
+    with mpmath_context().workdps(DIGITS):
+        error = abs(_to_mp(value) - _to_mp(Fraction(numeral)))
+        return bool(error <= mpmath_context().mpf(10) ** -len(numeral.partition(".")[2]))
+
+
 def _uses(node: Node, constant: str) -> bool:
     return any(part.op == "constant" and part.name == constant for part in node.walk())
 
 
 def _equal_constants(left: Node, right: Node) -> bool:
-    evaluator = Evaluator()
-    first, second = evaluator.value(left), evaluator.value(right)
-    if isinstance(first, Fraction) and isinstance(second, Fraction):
-        return first == second
-    both_vanish = _is_negligible(first) and _is_negligible(second)
-    if not _close(first, second) and not both_vanish:
+    rough = Evaluator()
+    values = rough.value(left), rough.value(right)
+    if all(isinstance(value, Fraction) for value in values):
+        return bool(values[0] == values[1])
+    if not _close(*values) and not all(_is_negligible(value) for value in values):
         return False
-    digits = 120 + evaluator.bits * 2 // 3
-    sharper = Evaluator(digits=digits)
-    first, second = sharper.value(left), sharper.value(right)
-    # What is truly zero shrinks as the precision grows; what is only small does not.
-    return _close(first, second, digits=digits) or (
-        _is_negligible(first, digits=digits) and _is_negligible(second, digits=digits)
+    # Beyond the size of every integer involved, so that 2^2024 and 2^2024 + 1 differ under a root.
+    return _agree_sharply(left, right, values, Evaluator(digits=120 + rough.bits * 2 // 3))
+
+
+def _agree_sharply(left: Node, right: Node, rough: tuple[Value, Value], sharp: Evaluator) -> bool:
+    """Confirm at a higher precision that two values agree, or that both are truly zero.
+
+    What is zero shrinks as the precision grows; what is only small stays.
+    """
+    values = sharp.value(left), sharp.value(right)
+    if _close(*values, digits=sharp.digits):
+        return True
+    shrink = mpmath_context().mpf(10) ** ((DIGITS - sharp.digits) // 2)
+    return all(
+        value == 0 or (not isinstance(value, Fraction) and abs(value) <= abs(before) * shrink)
+        for value, before in zip(values, rough, strict=True)
     )
 
 
@@ -130,11 +149,15 @@ def _equal_functions(left: Node, right: Node) -> bool:
         for point in _points(left, right, count=14):
             try:
                 evaluator = Evaluator(point, allow_complex=allow_complex)
-                first, second = evaluator.value(left), evaluator.value(right)
+                values = evaluator.value(left), evaluator.value(right)
+                if not _close(*values):
+                    if not all(_is_negligible(value) for value in values):
+                        return False
+                    sharp = Evaluator(point, digits=3 * DIGITS, allow_complex=allow_complex)
+                    if not _agree_sharply(left, right, values, sharp):
+                        return False
             except Undefined:
                 continue
-            if not _close(first, second) and not (_is_negligible(first) and _is_negligible(second)):
-                return False
             agreed += 1
         if agreed >= 4:
             return True
@@ -165,10 +188,10 @@ def _close(first: Value, second: Value, *, digits: int = DIGITS) -> bool:
         return bool(abs(first - second) <= scale * mp.mpf(10) ** -(digits * 2 // 3))
 
 
-def _is_negligible(value: Value, *, digits: int = DIGITS) -> bool:
+def _is_negligible(value: Value) -> bool:
     if isinstance(value, Fraction):
         return value == 0
-    return bool(abs(value) < mpmath_context().mpf(10) ** -(digits * 2 // 3))
+    return bool(abs(value) < mpmath_context().mpf(10) ** -(DIGITS * 2 // 3))
 
 
 def _to_mp(value: Value) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 from rivet.grading.syntax import Node
 from rivet.grading.verdict import TooExpensive, Unreadable
 
-MAX_BITS = 20_000
-MAX_FACTORIAL = 2_000
+MAX_BITS = 40_000
+MAX_FACTORIAL = 3_000
 MAX_MAGNITUDE = 1_000_000
+MAX_TERMS = 500
 DIGITS = 60
 
 Value = Any  # a Fraction, or an mpmath real or complex number
@@ -34,7 +35,7 @@ def mpmath_context() -> Any:
 
 def is_constant(node: Node) -> bool:
     """Tell whether the expression has no unknown."""
-    return not node.has("symbol", "opaque")
+    return not node.has("opaque") and not node.symbols()
 
 
 def rational(node: Node) -> Fraction | None:
@@ -81,6 +82,8 @@ class Evaluator:
             return node.value
         if node.op == "symbol":
             return self.point[node.name]
+        if node.op in ("sum", "prod"):
+            return self.series(node)
         args = [self.value(arg) for arg in node.args]
         if all(isinstance(arg, Fraction) for arg in args):
             exact = self.exact(node.op, args)
@@ -94,6 +97,30 @@ class Evaluator:
             except (OverflowError, MemoryError) as error:
                 raise TooExpensive("the value is too large") from error
         return self.checked(result)
+
+    def series(self, node: Node) -> Value:
+        """Add up or multiply out a finite series, term by term."""
+        body, low, high = node.args
+        bounds = self.value(low), self.value(high)
+        if not all(isinstance(bound, Fraction) and bound.denominator == 1 for bound in bounds):
+            raise Undefined("the bounds of a sum are not whole numbers")
+        indices = range(int(bounds[0]), int(bounds[1]) + 1)
+        if len(indices) > MAX_TERMS or body.has("sum", "prod"):
+            raise TooExpensive("a sum has too many terms")
+        result: Value = Fraction(node.op == "prod")
+        outer = self.point
+        for index in indices:
+            self.point = {**outer, node.name: Fraction(index)}
+            result = self.combine("add" if node.op == "sum" else "mul", result, self.value(body))
+        self.point = outer
+        return result
+
+    def combine(self, op: str, first: Value, second: Value) -> Value:
+        """Add or multiply two values."""
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return self.exact(op, [first, second])
+        with mpmath_context().workdps(self.digits):
+            return self.numeric(Node(op), [self.to_number(first), self.to_number(second)])
 
     def checked(self, result: Value) -> Value:
         """Refuse infinities and, when only reals are wanted, complex values."""

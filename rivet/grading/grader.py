@@ -16,7 +16,13 @@ from typing import Any
 
 from rivet.grading.choice import letter_of
 from rivet.grading.extract import Extraction, after_thinking, answer_line, extract
-from rivet.grading.local_kinds import decide_choice, decide_exact, decide_integer, is_letter
+from rivet.grading.local_kinds import (
+    check_choice,
+    decide_choice,
+    decide_exact,
+    decide_integer,
+    is_letter,
+)
 from rivet.grading.normalize import MAX_LENGTH, normalize
 from rivet.grading.pool import WorkerDied, WorkerPool, WorkerTimeout
 from rivet.grading.reasoning_tasks import parse_entry
@@ -34,12 +40,32 @@ class Request:
         gold: The gold answer; for `reasoning_gym` the data set's entry or its JSON.
         kind: One of `KINDS`.
         choices: The options of a multiple-choice question, in the order shown.
+        entry: The Reasoning Gym entry, where `gold` is its answer alone.
     """
 
     answer_text: str
     gold: Gold
     kind: Kind = "math"
     choices: Sequence[str] | None = None
+    entry: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Check everything but the answer.
+
+        Raises:
+            BadRequest: The gold, kind or choices are unusable.
+        """
+        if self.kind not in KINDS:
+            raise BadRequest(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.kind == "reasoning_gym":
+            parse_entry(self.gold if self.entry is None else self.entry)
+        elif not isinstance(self.gold, str):
+            named = type(self.gold).__name__
+            raise BadRequest(f"gold of kind {self.kind!r}: expected a string, got {named}")
+        elif self.kind == "choice":
+            check_choice(self.gold, self.choices)
+        elif self.kind == "exact" and not self.gold.strip():
+            raise BadRequest("gold of kind 'exact': expected a non-empty string")
 
 
 class Grader:
@@ -81,6 +107,7 @@ class Grader:
         *,
         kind: Kind = "math",
         choices: Sequence[str] | None = None,
+        entry: Mapping[str, Any] | None = None,
         mode: Mode | None = None,
     ) -> Grade:
         """Grade one answer and wait for the verdict.
@@ -88,7 +115,7 @@ class Grader:
         Raises:
             BadRequest: The gold, kind or choices are unusable; never because of the answer.
         """
-        request = Request(answer_text, gold, kind, choices)
+        request = Request(answer_text, gold, kind, choices, entry)
         return self._grade(request, mode or self.mode)
 
     async def grade(
@@ -98,6 +125,7 @@ class Grader:
         *,
         kind: Kind = "math",
         choices: Sequence[str] | None = None,
+        entry: Mapping[str, Any] | None = None,
         mode: Mode | None = None,
     ) -> Grade:
         """Grade one answer without blocking the event loop.
@@ -105,7 +133,7 @@ class Grader:
         Raises:
             BadRequest: The gold, kind or choices are unusable; never because of the answer.
         """
-        request = Request(answer_text, gold, kind, choices)
+        request = Request(answer_text, gold, kind, choices, entry)
         step = _decide_here(request, mode or self.mode)
         if isinstance(step, Grade):
             return step
@@ -116,6 +144,10 @@ class Grader:
         """Grade many answers over all workers and return the grades in order."""
         chosen = mode or self.mode
         return list(self._threads().map(lambda request: self._grade(request, chosen), requests))
+
+    def check_golds(self, golds: Iterable[str]) -> list[str | None]:
+        """Check golds of the kind `math` in the workers; see `intake.check_math_gold`."""
+        return list(self._threads().map(self._check_gold, golds))
 
     def close(self) -> None:
         """End the worker processes; the grader may be used again and starts new ones."""
@@ -135,6 +167,15 @@ class Grader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_gold(self, gold: str) -> str | None:
+        if len(gold) > MAX_LENGTH:
+            return "too long"
+        try:
+            reply = self._pool.ask({"kind": "check_gold", "gold": gold})
+        except (WorkerTimeout, WorkerDied) as error:
+            return f"checking it failed: {error}"
+        return reply.get("fault") or reply["reason"] or None
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -175,17 +216,14 @@ class _Task:
 
 def _decide_here(request: Request, mode: Mode) -> Grade | _Task:
     """Grade what needs no worker; for the rest, say what to ask one."""
+    request.check()
     kind, gold = request.kind, request.gold
-    if kind not in KINDS:
-        raise BadRequest(f"kind {kind!r}: expected one of {', '.join(KINDS)}")
-    entry = parse_entry(gold) if kind == "reasoning_gym" else None
-    if entry is None and not isinstance(gold, str):
-        raise BadRequest(f"gold of kind {kind!r}: expected a string, got {type(gold).__name__}")
     extraction = _extract(request, mode)
     answer = extraction.answer
     if answer is None:
         return Grade("no_answer", None, extraction.reason)
-    if entry is not None:
+    if kind == "reasoning_gym":
+        entry = parse_entry(gold if request.entry is None else request.entry)
         task = {"kind": kind, "gold": entry, "answer": answer}
         return _Task(task, extraction, warm="reasoning_gym")
     assert isinstance(gold, str)
@@ -227,6 +265,7 @@ def grade(
     kind: Kind = "math",
     *,
     choices: Sequence[str] | None = None,
+    entry: Mapping[str, Any] | None = None,
     mode: Mode = "reward",
 ) -> Grade:
     """Grade one answer with a grader shared by the whole process.
@@ -236,6 +275,7 @@ def grade(
         gold: The gold answer; for `reasoning_gym` the data set's entry or its JSON.
         kind: One of `KINDS`.
         choices: The options of a multiple-choice question, in the order shown.
+        entry: The Reasoning Gym entry, where `gold` is its answer alone.
         mode: "reward" reads boxes only; "eval" may fall back to an explicit answer line.
 
     Raises:
@@ -246,4 +286,4 @@ def grade(
         if _shared is None:
             _shared = Grader()
             atexit.register(_shared.close)
-    return _shared.grade_sync(answer_text, gold, kind=kind, choices=choices, mode=mode)
+    return _shared.grade_sync(answer_text, gold, kind=kind, choices=choices, entry=entry, mode=mode)

@@ -35,18 +35,28 @@ def is_letter(gold: str) -> bool:
     return len(gold) < 20 and is_letter_gold(normalize(gold))
 
 
+def check_choice(gold: str, choices: Sequence[str] | None) -> str:
+    """Return the letter of a multiple-choice gold.
+
+    Raises:
+        BadRequest: The gold is no letter, or there are too few choices for it.
+    """
+    spelled = normalize(gold[:MAX_LENGTH])
+    letter = letter_of(spelled) if is_letter_gold(spelled) else None
+    if letter is None:
+        raise BadRequest(f"gold of kind 'choice': expected a letter A-J, got {gold[:60]!r}")
+    if choices is not None and LETTERS.index(letter) >= len(choices):
+        raise BadRequest(f"gold {letter} of kind 'choice': there are only {len(choices)} choices")
+    return letter
+
+
 def decide_choice(gold: str, answer: str, choices: Sequence[str] | None) -> Verdict:
     """Compare the letter that an answer commits to.
 
     Raises:
         BadRequest: The gold is no letter, or there are too few choices for it.
     """
-    spelled = normalize(gold)
-    wanted = letter_of(spelled) if is_letter_gold(spelled) else None
-    if wanted is None:
-        raise BadRequest(f"gold of kind 'choice': expected a letter A-J, got {gold[:60]!r}")
-    if choices is not None and LETTERS.index(wanted) >= len(choices):
-        raise BadRequest(f"gold {wanted} of kind 'choice': there are only {len(choices)} choices")
+    wanted = check_choice(gold, choices)
     given_text = normalize(answer[:MAX_LENGTH])
     given = letter_of(given_text)
     if given is None:
@@ -63,14 +73,8 @@ def decide_choice(gold: str, answer: str, choices: Sequence[str] | None) -> Verd
 
 
 def decide_exact(gold: str, answer: str) -> Verdict:
-    """Compare as strings, apart from spacing; numerals by their exact value.
-
-    Raises:
-        BadRequest: The gold is empty.
-    """
+    """Compare as strings, apart from spacing; numerals by their exact value."""
     wanted, given = _plain(gold), _plain(answer)
-    if not wanted:
-        raise BadRequest("gold of kind 'exact': expected a non-empty string")
     if wanted == given:
         return "right", "same text"
     if _NUMERAL.fullmatch(wanted) and _NUMERAL.fullmatch(given):

@@ -21,6 +21,7 @@ _SIGNS = {
     "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/",
     "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "±": r"\pm ",
     "∓": r"\mp ", "∞": r"\infty ", "√": r"\sqrt ", "∛": r"\sqrt[3] ", "°": r"\degree ",
+    "º": r"\degree ", "˚": r"\degree ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "∖": r"\setminus ",
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
     "ℂ": r"\mathbb{C}", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
@@ -28,6 +29,7 @@ _SIGNS = {
     "；": ";", "：": ":", "（": "(", "）": ")", "％": r"\%", "℃": r"\degree C", "⇒": r"\to ",
     "→": r"\to ", "€": r"\euro ", "£": r"\pound ", "≈": r"\approx ", "∨": r"\lor ", "∧": r"\land ",
 }  # fmt: skip
+_SUPERSCRIPT_RUN = re.compile("[" + "".join(_SUPERSCRIPTS) + "]+")
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff\u202a-\u202e]")
 _THIN_SPACE = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
 
@@ -41,14 +43,13 @@ _OPERATOR_NAME = re.compile(r"\\operatorname\*?\s*\{\s*([a-zA-Z]+)\s*\}")
 _SIZE = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?(?=\s*\S|$)")
 _SPACE_COMMAND = re.compile(
     r"\\(?:quad|qquad|thinspace|enspace|medspace|thickspace|allowbreak|nobreak)(?![a-zA-Z])"
-    r"|\\[,;:> ]|\\(?:hspace|vspace|phantom)\*?\s*\{[^{}]*\}|~"
+    r"|\\[,;:> ]|\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\s*(?:\{[^{}]*\}|[^\\{}\s])|~"
 )
 _DELIMITER = re.compile(r"\\[()\[\]](?![a-zA-Z])|\$+")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degrees?(?![a-zA-Z])|\\textdegree")
-_ORDINAL = re.compile(
-    r"(?<=\d)\s*(?:\^\s*\{?\s*)?(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![a-zA-Z]))\s*\}?"
-)
-_TEXT_GROUP = re.compile(r"\\text\{([^{}]*)\}")
+_ORDINAL_ENDING = r"(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![a-zA-Z]))"
+_ORDINAL = re.compile(rf"(?<=\d)\s*(?:\^\s*\{{\s*{_ORDINAL_ENDING}\s*\}}|\^?\s*{_ORDINAL_ENDING})")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}")
 _SYNONYMS = [
     (re.compile(rf"\\(?:{names})(?![a-zA-Z])"), spelled)
     for names, spelled in [
@@ -98,6 +99,7 @@ def normalize(text: str) -> str:
     text = _SIZE.sub("", text)
     text = _DELIMITER.sub(" ", text)
     text = _unbox(text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _FONT_SWITCH.sub(" ", text)
     text = _OPERATOR_NAME.sub(r"\\\1 ", text)
     text = _DEGREE.sub(r" \\degree ", text)
@@ -107,7 +109,7 @@ def normalize(text: str) -> str:
     text = _ORDINAL.sub("", text)
     text = re.sub(r"\*\*", "", text) if text.startswith("**") else text
     text = re.sub(r"\s+", " ", text).strip()
-    text = re.sub(r"(?:\s*[.,;:])+$", "", text)
+    text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", text).rstrip()
     return _ungroup(text)
 
 
@@ -120,7 +122,10 @@ def _currency(text: str) -> str:
 
 
 def _plain_unicode(text: str) -> str:
+    if text.isascii():
+        return text
     text = _INVISIBLE.sub("", text)
+    text = _SUPERSCRIPT_RUN.sub(lambda match: "^{" + _translate(match.group()) + "}", text)
     text = re.sub(rf"(?<=\d){_THIN_SPACE.pattern}(?=\d{{3}}(?!\d))", "", text)
     out: list[str] = []
     for char in text:
@@ -128,28 +133,28 @@ def _plain_unicode(text: str) -> str:
             out.append(char)
         elif char in _SIGNS:
             out.append(_SIGNS[char])
-        elif char in _SUPERSCRIPTS:
-            out.append("^{" + _SUPERSCRIPTS[char] + "}")
         elif char in _SUBSCRIPTS:
             out.append("_{" + _SUBSCRIPTS[char] + "}")
-        elif "\u03b1" <= char <= "\u03c9":
-            out.append("\\" + _GREEK[ord(char) - 0x3B1] + " ")
         else:
             out.append(_spell(char))
-    text = "".join(out)
-    return re.sub(r"\}\^\{", "", text) if "^{" in text else text
+    return "".join(out)
+
+
+def _translate(superscripts: str) -> str:
+    return "".join(_SUPERSCRIPTS[char] for char in superscripts)
 
 
 def _spell(char: str) -> str:
     """Spell one character that is neither ASCII nor in the tables."""
+    composed = unicodedata.normalize("NFKC", char)
+    if len(composed) == 1 and "\u03b1" <= composed <= "\u03c9":
+        return "\\" + _GREEK[ord(composed) - 0x3B1] + " "
     if unicodedata.category(char) == "Nd":
         return str(unicodedata.decimal(char))
-    if unicodedata.category(char) == "No" and "/" in unicodedata.normalize("NFKC", char).replace(
-        "⁄", "/"
-    ):
-        over, under = unicodedata.normalize("NFKC", char).split("⁄")
+    over, slash, under = composed.partition("⁄")
+    if slash and over and under:
         return rf"\frac{{{over}}}{{{under}}}"
-    return unicodedata.normalize("NFKC", char)
+    return composed
 
 
 def _unbox(text: str) -> str:

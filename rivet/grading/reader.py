@@ -19,6 +19,7 @@ from rivet.grading.answers import (
     Union,
     Words,
 )
+from rivet.grading.equality import is_near
 from rivet.grading.normalize import MAX_LENGTH, matching
 from rivet.grading.syntax import FUNCTIONS, parse
 from rivet.grading.units import split_unit
@@ -46,15 +47,21 @@ _MATRIX = re.compile(r"\\begin\s*\{([pbBvV]?(?:small)?matrix|array)\}")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d]|,\d)")
 _SPACED_THOUSANDS = re.compile(r"^([+-]?\s*[1-9]\d{0,2})((?: \d{3})+)(?![\d/ ]*[\d/])")
 _PLAIN_MIXED = re.compile(r"^([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.^])")
-_BASED = re.compile(r"(\d[\dA-Fa-f]*)\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))")
+_BASED = re.compile(
+    r"([+-]?[\dA-Fa-f]*\d[\dA-Fa-f]*(?:\.\d+)?)\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))"
+)
 _BASE_WORDS = re.compile(r"(\d[\dA-Fa-f]*)\s*_?\s*\{?\s*\\text\{\s*(?:in )?base\s*(\d+)\s*\}\s*\}?")
 _COLON = re.compile(r"\s*:\s*")
 _TIME_TAIL = re.compile(r"\s*(?:\\text\{)?\s*([ap])\.?\s*m\.?\s*\}?\s*$", re.IGNORECASE)
+_HOUR = re.compile(r"\d{1,2}(?:\s*:\s*\d\d)?" + _TIME_TAIL.pattern, re.IGNORECASE)
 _NUMERAL = re.compile(r"[+-]?\s*(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _BUILDER = re.compile(r"\s*[A-Za-z]\s*(?:\\in\s*(?:\\mathbb\s*\{?R\}?))?\s*(?:\||:)\s*(.+)")
 _SHORT_WORDS = frozenset(
     "yes no up on in off out do if it is as at be by he me my of so to".split()
 )
+_UNWRAPPED = re.compile(r"\\text\{\s*([\dA-Fa-f]+)\s*\}")
+_NO_WORDS = frozenset("sqrt pi inf infty infinity or and".split())
+_WHOLE_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _REALS = re.compile(
     r"\\mathbb\s*(?:\{\s*R\s*\}|R)|\\text\{\s*all real numbers\s*\}|all real numbers"
 )
@@ -92,7 +99,7 @@ def _read(text: str, nesting: int) -> Answer:
         raise Unreadable("empty")
     approximate = _APPROXIMATELY.search(text)
     if approximate:
-        text = _bare(text[: approximate.start()])
+        text = _exact_side(text[: approximate.start()].strip(), text[approximate.end() :].strip())
     matrix = _MATRIX.match(text)
     if matrix:
         return _matrix(text, matrix, nesting)
@@ -100,6 +107,9 @@ def _read(text: str, nesting: int) -> Answer:
     words = _words(text)
     if words is not None:
         return words
+    whole = _WHOLE_TEXT.fullmatch(text)
+    if whole:
+        return _read(whole.group(1), nesting + 1)
     parts, joined_by = _split_list(text)
     if len(parts) > 1 or _has_sign_pair(text):
         return _listing(parts, joined_by, nesting)
@@ -108,6 +118,16 @@ def _read(text: str, nesting: int) -> Answer:
         if answer is not None:
             return answer
     return _value(text)
+
+
+def _exact_side(exact: str, numeral: str) -> str:
+    """Drop the decimal from `x = a \\approx 0.33`, when it is an approximation of a."""
+    value = _value(re.split(_RELATION, exact)[-1])
+    stated = _value(numeral)
+    if isinstance(value, Quantity) and isinstance(stated, Quantity) and stated.numeral:
+        if is_near(value.node, stated.numeral):
+            return _bare(exact)
+    raise Unreadable("an approximation")
 
 
 def _bare(text: str) -> str:
@@ -132,7 +152,7 @@ def _words(text: str) -> Words | None:
     if not re.fullmatch(r"[^\W\d_][^\W_]*(?:[ \-'][^\W_]+)*", plain):
         return None
     runs = re.findall(r"[^\W\d_]+", plain)
-    if any(run in FUNCTIONS or run in ("sqrt", "pi", "infty", "or", "and") for run in runs):
+    if any(run in FUNCTIONS or run in _NO_WORDS for run in runs):
         return None
     if not any(len(run) >= 3 or run.lower() in _SHORT_WORDS for run in runs):
         return None
@@ -319,13 +339,13 @@ def _matrix(text: str, match: re.Match[str], nesting: int) -> Matrix:
 def _value(text: str) -> Answer:
     """Read a single value: a based numeral, a ratio or time, a quantity."""
     text = text.strip()
-    based = _BASED.fullmatch(text) or _BASE_WORDS.fullmatch(text)
+    based = _BASED.fullmatch(_UNWRAPPED.sub(r"\1", text)) or _BASE_WORDS.fullmatch(text)
     if based:
         base = int(next(group for group in based.groups()[1:] if group))
-        if base == 10 and based.group(1).isdigit():
+        if base == 10:
             return _value(based.group(1))
-        return Based(based.group(1).upper().lstrip("0") or "0", base)
-    if ":" in text:
+        return Based(based.group(1).upper().lstrip("0+") or "0", base)
+    if ":" in text or _HOUR.fullmatch(text):
         return _colon(text)
     if re.fullmatch(r"\\emptyset", text):
         return Words("empty set")
@@ -344,6 +364,8 @@ def _colon(text: str) -> Colon:
     if half:
         text = text[: half.start()]
     parts = [part.strip() for part in _COLON.split(text)]
+    if half and len(parts) == 1:
+        parts.append("00")
     if any(not re.fullmatch(r"[A-Za-z0-9.+\-*/^{}()\\ ]+", part) for part in parts):
         raise Unreadable("a ratio or time that cannot be read")
     for part in parts:

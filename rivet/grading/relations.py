@@ -52,6 +52,8 @@ def stated_value(relation: Relation, gold: Node) -> Answer | None:
     if any(not equal(side.node, last.node) for side in constants):
         return None
     first = quantities[0]
+    if len(quantities) == 2 and is_constant(first.node) and _name(last) is not None:
+        return first
     if is_constant(first.node):
         return last if equal(first.node, last.node) else None
     name = _name(first)

@@ -46,10 +46,11 @@ class Node:
 
     Args:
         op: "number", "symbol", "constant", an operator ("add", "mul", "div", "pow", "neg",
-            "factorial", "factorial2", "binom", "sqrt", "abs", "floor", "ceil") or a function name.
-        args: The operands.
+            "factorial", "factorial2", "binom", "sqrt", "root", "abs", "floor", "ceil", "sum",
+            "prod", "opaque") or the name of a function.
+        args: The operands; of a sum, its body and its two bounds.
         value: The value of a "number".
-        name: The name of a "symbol", a "constant" or an "opaque" function.
+        name: The name of a "symbol", a "constant", an "opaque" function or the index of a sum.
     """
 
     op: str
@@ -65,8 +66,11 @@ class Node:
         return nodes
 
     def symbols(self) -> frozenset[str]:
-        """Return the names of the unknowns."""
-        return frozenset(node.name for node in self.walk() if node.op == "symbol")
+        """Return the names of the unknowns; the index of a sum is none."""
+        if self.op == "symbol":
+            return frozenset({self.name})
+        names = frozenset[str]().union(*(arg.symbols() for arg in self.args))
+        return names - {self.name} if self.op in ("sum", "prod") else names
 
     def has(self, *ops: str) -> bool:
         """Tell whether any node has one of these operators."""
@@ -415,6 +419,8 @@ class _Parser:
                 raise self.fail("a floor or ceiling is never closed")
             self.take_command()
             return Node(name[1:], (node,))
+        if name in ("sum", "prod"):
+            return self.series(name)
         if name in GREEK:
             return self.symbol("\\" + name)
         if name in _ACCENTS:
@@ -431,6 +437,20 @@ class _Parser:
         if len(args) != count:
             raise self.fail(f"expected {count} arguments")
         return args
+
+    def series(self, name: str) -> Node:
+        """Read a finite sum or product with written bounds."""
+        self.take("_")
+        self.take("{")
+        index = self.word()
+        self.take("=")
+        low = self.sum()
+        self.take("}")
+        self.take("^")
+        high = self.exponent()
+        if index.op != "symbol":
+            raise self.fail("a sum without an index")
+        return Node(name, (self.product(), low, high), name=index.name)
 
     def root(self) -> Node:
         degree: Node | None = None
