@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
+from rivet.checkpoints import Dtype, find_checkpoint, load_model, load_tokenizer
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_folder, recover_folder
 from rivet.settings import FILE_NAME, ProtocolSettings
@@ -43,7 +44,7 @@ PROBES = (
 
 
 class ExportError(RuntimeError):
-    """The folder cannot be exported, or the export is not what the checkpoint was."""
+    """The target is taken, or the export is not what the checkpoint was."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class ExportConfig:
             "adapter names. For a full checkpoint it is only named on the card."
         },
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+    dtype: Dtype = field(
         default="auto", metadata={"help": "Number format of the weights; auto keeps theirs."}
     )
     max_shard_size: str = field(
@@ -124,11 +125,11 @@ def run(config: ExportConfig) -> Path:
         The export folder.
 
     Raises:
-        ExportError: The checkpoint is no checkpoint or broken, the target is taken, or the export
-            does not reproduce the checkpoint's logits.
+        CheckpointError: The folder is no checkpoint, or a broken one.
+        ExportError: The target is taken, or the export does not reproduce the logits.
         SettingsError: Its `rivet.json` is missing or of another version.
     """
-    source = _find_checkpoint(Path(config.checkpoint))
+    source = find_checkpoint(config.checkpoint)
     target = Path(config.output_dir)
     recover_folder(target)
     _check_target(target, config.overwrite)
@@ -136,9 +137,8 @@ def run(config: ExportConfig) -> Path:
     results = _results(config)
     runs = [TrainingRun.load(folder) for folder in _run_folders(config, source)]
     logger.info("loading %s", source)
-    _check_weights(source)
-    tokenizer = _load_tokenizer(source)
-    model = _load_merged(source, config)
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, dtype=config.dtype, base_model=config.base_model)
     with atomic_folder(target) as folder:
         _write_model(model, tokenizer, settings, folder, config)
         facts = ModelFacts(
@@ -159,18 +159,6 @@ def run(config: ExportConfig) -> Path:
 # --- what is read -------------------------------------------------------------------------------
 
 
-def _find_checkpoint(folder: Path) -> Path:
-    for candidate in (folder, folder / "checkpoint"):
-        if (candidate / FILE_NAME).is_file():
-            return candidate
-    if not folder.exists():
-        raise ExportError(f"{folder}: no such folder; expected a checkpoint or a run folder")
-    raise ExportError(
-        f"{folder}: no checkpoint here; expected weights, tokenizer and {FILE_NAME}, or a run "
-        "folder with a checkpoint/ inside (a run that is not finished has none yet)"
-    )
-
-
 def _check_target(target: Path, overwrite: bool) -> None:
     """An export replaces an export, and only when told to."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -182,86 +170,6 @@ def _check_target(target: Path, overwrite: bool) -> None:
             f"{target}: holds an export already; replace it with --overwrite true, or choose "
             "another output_dir"
         )
-
-
-def _check_weights(folder: Path) -> None:
-    """Find broken or missing weight files before anything large is loaded.
-
-    Raises:
-        ExportError: Names the file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    files = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        missing = sorted({shard for shard in shards if not (folder / shard).is_file()})
-        if missing:
-            raise ExportError(f"{folder / missing[0]}: missing, but named by {index.name}")
-    if not files:
-        raise ExportError(f"{folder}: no weights; expected model.safetensors or an adapter")
-    for file in sorted(files):
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ExportError(
-                f"{file}: broken weights ({error}); a copy was cut short or the disk was full: "
-                "copy the checkpoint again"
-            ) from error
-
-
-def _load_tokenizer(folder: Path) -> ProtocolTokenizer:
-    from rivet.tokenization import ProtocolTokenizer, TokenizerError
-
-    try:
-        return ProtocolTokenizer.from_pretrained(folder)
-    except TokenizerError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
-
-
-def _load_merged(folder: Path, config: ExportConfig) -> PreTrainedModel:
-    """The model of a checkpoint as one set of weights, on CPU, in evaluation mode."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    is_adapter = (folder / "adapter_config.json").is_file()
-    dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    try:
-        if is_adapter:
-            model = _merge_adapter(folder, config.base_model, dtype)
-        else:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True
-            )
-            model, info = loaded
-            missing = sorted(info["missing_keys"])
-            if missing:
-                raise ExportError(
-                    f"{folder}: {len(missing)} weights are missing, {missing[0]} first; the "
-                    "checkpoint is incomplete"
-                )
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, ExportError):
-            raise
-        raise ExportError(f"{folder}: cannot be loaded as a causal LM: {error}") from error
-    return model.eval()
-
-
-def _merge_adapter(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel:
-    """Base model plus adapter, added in float32: in 16 bits the sum would be rounded twice."""
-    from peft import PeftConfig, PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = base_model or PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
-    if not base:
-        raise ExportError(f"{folder}: the adapter names no base model; set --base_model")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    kept = model.dtype
-    adapted = PeftModel.from_pretrained(model.float(), str(folder))
-    return adapted.merge_and_unload(safe_merge=True).to(kept)
 
 
 def _results(config: ExportConfig) -> list[ResultRow]:

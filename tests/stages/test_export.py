@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rivet.checkpoints import CheckpointError
 from rivet.files import atomic_write_json
 from rivet.prompts import PromptBuilder
 from rivet.rollout.types import RolloutLimits
@@ -211,11 +212,15 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda c: cut(c / "model.safetensors"), ExportError, "model.safetensors: broken weights"),
-        (lambda c: (c / "model.safetensors").unlink(), ExportError, "no weights"),
-        (lambda c: (c / "rivet.json").unlink(), ExportError, "no checkpoint here"),
+        (
+            lambda c: cut(c / "model.safetensors"),
+            CheckpointError,
+            "model.safetensors: broken weights",
+        ),
+        (lambda c: (c / "model.safetensors").unlink(), CheckpointError, "no weights"),
+        (lambda c: (c / "rivet.json").unlink(), CheckpointError, "no checkpoint here"),
         (lambda c: cut(c / "rivet.json"), SettingsError, "rivet.json: cannot be read"),
-        (lambda c: cut(c / "config.json"), ExportError, "config file.*not a valid JSON"),
+        (lambda c: cut(c / "config.json"), CheckpointError, "config file.*not a valid JSON"),
     ],
 )
 def test_a_broken_checkpoint_is_named(
@@ -237,12 +242,14 @@ def test_missing_weights_are_not_filled_with_random_ones(checkpoint: Path, tmp_p
     tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ExportError, match="1 weights are missing, model.layers.1.mlp.down_proj"):
+    with pytest.raises(
+        CheckpointError, match="1 weights are missing, model.layers.1.mlp.down_proj"
+    ):
         export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="nowhere: no such folder"):
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         export.run(ExportConfig(checkpoint=str(tmp_path / "nowhere")))
 
 
