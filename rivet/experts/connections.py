@@ -18,6 +18,8 @@ from rivet.experts.completions import BadReply
 from rivet.experts.config import ExpertConfig, api_key
 
 _CONNECT_TIMEOUT_S = 10.0
+# Providers quote a rejected key with its middle starred out: the rest is still part of a key.
+_KEY_LIKE = re.compile(r"(?i)\b(?:(?:sk|pk|gsk|xai)[-_]\S+|(?:bearer|key)[-_: ]+\S*[\d*]\S*)")
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class Endpoint:
         """Remove the key, and what looks like one, from a text for people."""
         if self.key:
             text = text.replace(self.key, "[key]")
-        return re.sub(r"(?i)\b(sk|pk|bearer|key)[-_: ]+\S*\d\S*", "[key]", text)
+        return _KEY_LIKE.sub("[key]", text)
 
 
 class Connections:
@@ -83,6 +85,8 @@ class Connections:
                 timeout=timeout,
                 http_client=http,
             )
+            # The client fills these from OpenAI's own variables, whoever is being asked.
+            client.organization = client.project = client.admin_api_key = None
             self._endpoints[identity] = Endpoint(base_url, client, key)
         return self._endpoints[identity]
 

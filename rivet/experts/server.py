@@ -240,7 +240,9 @@ def run_server(
 
     async def serve() -> None:
         watch = asyncio.create_task(_stop_with_parent(server, parent_pid))
-        print(f"{READY_PREFIX}{listener.getsockname()[1]}", flush=True)
+        bound = listener.getsockname()[1]
+        print(f"{READY_PREFIX}{bound}", flush=True)
+        print(f"base_url http://{HOST}:{bound}/v1, models {', '.join(experts)}", flush=True)
         try:
             await server.serve(sockets=[listener])
         finally:

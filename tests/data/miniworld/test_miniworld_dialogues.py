@@ -92,3 +92,12 @@ def test_the_scripts_load_without_torch_or_the_data_sets():
 def test_the_competent_route_is_a_quarter_of_uniform_choices(dialogues):
     share = sum(d.expert == route(d.problem.meta["family"]) for d in dialogues) / len(dialogues)
     assert 0.22 < share < 0.28
+
+
+async def test_an_output_is_what_the_sandbox_shows(dialogues):
+    from sandbox import PythonSandbox
+
+    async with PythonSandbox() as box:
+        for dialogue in dialogues[:60]:
+            result = await box.run(code_of(dialogue.reply))
+            assert (result.status, result.text()) == ("ok", dialogue.output)

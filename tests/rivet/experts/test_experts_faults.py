@@ -231,3 +231,24 @@ async def test_an_unauthorized_answer_names_the_variable(server, config):
     async with ExpertPool([expert], environ={"ALGEBRA_KEY": KEY}) as pool:
         reply = await pool.ask("algebra", "?")
     assert reply.detail == "401 nope; check the key in ALGEBRA_KEY"
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["Incorrect API key provided: sk-Zq7w****0123.", "bad key: ****0123", f"Bearer {KEY} is bad"],
+)
+async def test_a_key_that_a_provider_quotes_starred_out_is_withheld(server, config, message):
+    server.behaviours = [http({"error": {"message": message}}, 401)]
+    expert = config(key_env="ALGEBRA_KEY")
+    async with ExpertPool([expert], environ={"ALGEBRA_KEY": KEY}) as pool:
+        reply = await pool.ask("algebra", "?")
+    assert "[key]" in reply.detail
+    assert "0123" not in reply.detail and "Zq7w" not in reply.detail
+
+
+async def test_openais_own_variables_are_not_sent_to_other_providers(server, config, monkeypatch):
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
+        monkeypatch.setenv(f"OPENAI_{name}", KEY)
+    async with ExpertPool([config()]) as pool:
+        assert (await pool.ask("algebra", "?")).status == "ok"
+    assert KEY not in str(server.requests)
