@@ -73,8 +73,10 @@ class PromptBuilder:
         system = self.system_message(mode)
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": _MARKER})
-        text = self._tokenizer.hf.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+        text = str(
+            self._tokenizer.hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         )
         if text.count(_MARKER) != 1:
             raise TokenizerError("the chat template does not render the user message once")

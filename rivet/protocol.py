@@ -242,7 +242,7 @@ class Scanner:
     def _read_tag(self, *, final: bool) -> bool:
         span = self.current
         if span is None or span.name == "reply":
-            match = _OPENERS[span and "reply"].search(self._text, self._position)
+            match = _OPENERS["reply" if span else None].search(self._text, self._position)
         else:
             closing = f"</{span.name}>".encode()
             match = re.compile(re.escape(closing)).search(self._text, self._position)

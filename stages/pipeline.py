@@ -1,0 +1,244 @@
+"""The stages in order, for one seed and one set of choices: what the demo and the study share.
+
+A pipeline owns a folder and runs each phase in a sub-folder of it. Each phase resumes by itself, so
+an interrupted pipeline goes on when it is run again; a phase that is finished is read, not run. The
+phases' settings come from the recipes `<phase>_<size>.yaml` and from overrides on top of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from rivet.config import load_config
+from rivet.experts.config import ExpertConfig
+from rivet.files import atomic_write_json, atomic_write_text
+from rivet.runs import RunDir, RunFinishedError
+
+logger = logging.getLogger(__name__)
+
+RECIPES = Path(__file__).parent / "recipes"
+PHASES_FILE = "phases.json"
+CONDITIONS = ("experts", "local")
+
+
+def _overrides(phase: str) -> Any:
+    return field(
+        default_factory=dict,
+        metadata={"help": f"Settings of {phase} on top of its recipe, as JSON."},
+    )
+
+
+@dataclass
+class PipelineConfig:
+    """Settings that the demo and each arm of a study share."""
+
+    seed: int = field(default=1, metadata={"help": "Seed of every phase, at least 0."})
+    size: str = field(
+        default="mini", metadata={"help": "Which recipes: stages/recipes/<phase>_<size>.yaml."}
+    )
+    warmstart: dict[str, Any] = _overrides("the warm start")
+    stage1: dict[str, Any] = _overrides("Stage I")
+    collect: dict[str, Any] = _overrides("collection")
+    stage2: dict[str, Any] = _overrides("Stage II")
+    eval: dict[str, Any] = _overrides("evaluation")
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; expected at least 0")
+        missing = [p for p in PHASES if not self.recipe(p).is_file()]
+        if missing:
+            raise ValueError(
+                f"size is {self.size!r}, but there is no {self.recipe(missing[0])}; expected a "
+                "size that every phase has a recipe for, such as mini"
+            )
+
+    def recipe(self, phase: str) -> Path:
+        """The recipe of a phase."""
+        return RECIPES / f"{phase}_{self.size}.yaml"
+
+
+PHASES = ("warmstart", "stage1", "collect", "stage2", "eval")
+
+
+class Pipeline:
+    """Runs phases into sub-folders of one folder, and keeps their times.
+
+    Args:
+        folder: Where the phases' folders go.
+        config: Recipes, overrides and seed.
+        experts: Path of the experts.yaml that every phase asks.
+    """
+
+    def __init__(self, folder: Path, config: PipelineConfig, *, experts: Path) -> None:
+        self.folder = folder
+        self.config = config
+        self.experts = experts
+        self.phases = Phases.load(folder / PHASES_FILE)
+
+    def warmstart(self, name: str = "warm") -> Path:
+        """Build and train the starting point; gives its checkpoint."""
+        from stages import warmstart
+
+        return self._run("warmstart", name, warmstart.WarmstartConfig, warmstart.run)
+
+    def stage1(self, start: Path, name: str = "stage1", **overrides: Any) -> Path:
+        """Stage I from a checkpoint; gives its checkpoint."""
+        from stages.stage1 import config, main
+
+        return self._run(
+            "stage1",
+            name,
+            config.Stage1Config,
+            main.run,
+            model=str(start),
+            experts=str(self.experts),
+            **overrides,
+        )
+
+    def collect(self, checkpoint: Path, name: str = "collect", **overrides: Any) -> Path:
+        """Sample and grade training problems; gives the folder of trajectories."""
+        from stages import collect
+
+        return self._run(
+            "collect",
+            name,
+            collect.CollectConfig,
+            collect.run,
+            model=str(checkpoint),
+            experts=str(self.experts),
+            **overrides,
+        )
+
+    def stage2(
+        self, start: Path, trajectories: Path, name: str = "stage2", **overrides: Any
+    ) -> Path:
+        """Stage II from a checkpoint on a folder of trajectories; gives its checkpoint."""
+        from stages.stage2 import config, main
+
+        return self._run(
+            "stage2",
+            name,
+            config.Stage2Config,
+            main.run,
+            model=str(start),
+            trajectories=str(trajectories),
+            **overrides,
+        )
+
+    def evaluate(self, checkpoint: Path, label: str) -> list[dict[str, Any]]:
+        """Evaluate a checkpoint with experts and after their removal; gives the result rows.
+
+        Accuracy and form are those of greedy decoding. Routing is that of sampling at temperature
+        1: greedy decoding of a controller that has no preference yet still names one and the same
+        expert for all problems of a kind, which looks like a choice and is none. The greedy figure
+        is kept as `route_accuracy_greedy`.
+        """
+        rows = self._evaluate(checkpoint, label, label, conditions=list(CONDITIONS))
+        sampled = self._evaluate(
+            checkpoint, label, f"{label}-sampled", conditions=["experts"], temperature=1.0
+        )[0]
+        for row in rows:
+            row["route_accuracy_greedy"] = row["route_accuracy"]
+            if row["condition"] == "experts":
+                for name in ("route_accuracy", "route_accuracy_ci", "route_shares"):
+                    row[name] = sampled[name]
+        return rows
+
+    def _evaluate(
+        self, checkpoint: Path, label: str, folder: str, **wiring: Any
+    ) -> list[dict[str, Any]]:
+        from eval.main import EvalConfig
+        from eval.main import run as run_eval
+
+        name = f"eval/{folder}"
+        wiring |= {"model": str(checkpoint), "label": label, "experts": str(self.experts)}
+        self._run("eval", name, EvalConfig, run_eval, **wiring)
+        return json.loads((self.folder / name / "results.json").read_text())["rows"]
+
+    def _run(self, phase: str, name: str, config_class: Any, run: Any, **wiring: Any) -> Any:
+        """Run a phase unless it is finished; gives what it made: a path, or what `run` returns."""
+        output = self.folder / name
+        settings = {"seed": self.config.seed, **getattr(self.config, phase), **wiring}
+        config = load_config(
+            config_class, self.config.recipe(phase), output_dir=str(output), **settings
+        )
+        with self.phases.timed(name):
+            try:
+                return run(config)
+            except RunFinishedError:
+                logger.info("%s is finished; reading it", output)
+        finished = RunDir.load(output)
+        return finished.checkpoint if finished.checkpoint.is_dir() else output / "trajectories"
+
+
+@dataclass(slots=True)
+class Phases:
+    """Wall and CPU seconds of each phase, kept in a file so that a resumed run adds up.
+
+    Attributes:
+        path: Where they are kept.
+        seconds: Name of the phase -> [wall, CPU].
+    """
+
+    path: Path
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Phases:
+        """Continue the record of an interrupted run."""
+        return cls(path, json.loads(path.read_text()) if path.is_file() else {})
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add what happens inside to a phase's time."""
+        logger.info("phase: %s", name)
+        wall, cpu = time.monotonic(), cpu_seconds()
+        try:
+            yield
+        finally:
+            spent = self.seconds.setdefault(name, [0.0, 0.0])
+            spent[0] += time.monotonic() - wall
+            # A descendant that was killed, not waited for, takes its time with it.
+            spent[1] += max(0.0, cpu_seconds() - cpu)
+            atomic_write_json(self.path, self.seconds)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For `results.json`: name, wall_s, cpu_s."""
+        return [
+            {"name": name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
+            for name, (wall, cpu) in self.seconds.items()
+        ]
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, its living descendants and those that it has waited for."""
+    me = psutil.Process()
+    mine = me.cpu_times()
+    total = mine.user + mine.system + mine.children_user + mine.children_system
+    for child in me.children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:  # it ended meanwhile
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def write_experts_file(path: Path, configs: list[ExpertConfig]) -> Path:
+    """Write the experts.yaml of experts that are being served, for every phase to read."""
+    keys = ("name", "skill", "model", "timeout_s", "max_concurrency", "max_tokens", "send_seed")
+    experts: list[Mapping[str, Any]] = [
+        {key: getattr(config, key) for key in keys} | {"base_urls": list(config.base_urls)}
+        for config in configs
+    ]
+    return atomic_write_text(path, yaml.safe_dump({"experts": experts}, sort_keys=False))

@@ -1,0 +1,242 @@
+"""The demo's choices over seeds: which parts of the method matter, with their spread.
+
+    rivet study stages/recipes/study_mini.yaml
+
+Each seed has one warm start; each arm goes on from it: Stage I with some `expert_loss` (or none at
+all), collection, and Stage II in some variants; every checkpoint is evaluated with experts and
+after their removal. Arms are processes of one thread each, `jobs` at a time. A killed study goes on
+where it was; an arm that fails is named in the results and takes none of the others with it.
+
+    OUTPUT_DIR/seed-1/warm/...                 the warm start of a seed
+    OUTPUT_DIR/seed-1/positive/stage1/...      an arm
+    OUTPUT_DIR/results.json                    {"rows": [...], "failures": [...], "phases": [...]}
+    OUTPUT_DIR/table.md                        mean and seeds of each checkpoint
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rivet.config import parse_config
+from rivet.files import atomic_write_json, atomic_write_text
+from rivet.runs import RunDir
+from stages.pipeline import Pipeline, PipelineConfig, write_experts_file
+
+logger = logging.getLogger(__name__)
+
+NO_STAGE1 = "none"
+
+
+@dataclass
+class StudyConfig(PipelineConfig):
+    """Settings of a study."""
+
+    output_dir: str = field(default="runs/study", metadata={"help": "The run folder."})
+    overwrite: bool = field(default=False, metadata={"help": "Start again from nothing."})
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "One or more."})
+    arms: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Name of each arm: {stage1: settings, stage2: [variants]}; without stage1 the "
+            "arm goes from the warm start to collection."
+        },
+    )
+    variants: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Name of each Stage II variant: its settings."}
+    )
+    jobs: int = field(
+        default_factory=lambda: os.cpu_count() or 1,
+        metadata={"help": "Processes at a time, one thread each, at least 1."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seeds or self.jobs < 1:
+            raise ValueError("seeds and jobs: expected at least one seed and one job")
+        if not self.arms:
+            raise ValueError("arms is empty; expected at least one, as in study_mini.yaml")
+        for name, arm in self.arms.items():
+            unknown = set(arm) - {"stage1", "stage2"}
+            unknown |= set(arm.get("stage2", [])) - set(self.variants)
+            if unknown:
+                raise ValueError(
+                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected the keys stage1 "
+                    f"and stage2, and variants among {', '.join(self.variants) or 'none'}"
+                )
+
+
+def run(config: StudyConfig) -> dict[str, Any]:
+    """Run every arm of every seed, or what is left of them.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
+    """
+    from stages.experts import start_miniworld_experts
+
+    folder = Path(config.output_dir)
+    with RunDir.open(
+        folder, config, stage="study", overwrite=config.overwrite, may_change=("jobs",)
+    ) as run_dir:
+        with start_miniworld_experts() as configs:
+            experts = write_experts_file(folder / "experts.yaml", configs)
+            results = _run_units(config, folder, experts)
+        atomic_write_json(folder / "results.json", results)
+        atomic_write_text(folder / "table.md", table(results["rows"]) + "\n")
+        if not results["failures"]:
+            run_dir.finish({"rows": len(results["rows"])})
+    return results
+
+
+def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
+    """Run warm starts first, then the arms of each seed as soon as its warm start is there."""
+    rows: list[dict[str, Any]] = []
+    phases: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    running: dict[Future[dict[str, Any]], tuple[int, str]] = {}
+    with ProcessPoolExecutor(
+        config.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
+    ) as pool:
+        for seed in config.seeds:
+            running[pool.submit(run_unit, config, folder, experts, seed, "")] = (seed, "")
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                seed, arm = running.pop(future)
+                error = future.exception()
+                if error is not None:
+                    logger.error("seed %d, %s failed: %s", seed, arm or "warm start", error)
+                    failures.append({"seed": seed, "arm": arm or "warm", "error": str(error)})
+                    continue
+                unit = future.result()
+                rows += unit["rows"]
+                phases += unit["phases"]
+                logger.info("seed %d, %s is done", seed, arm or "warm start")
+                if not arm:
+                    for name in config.arms:
+                        next_one = pool.submit(run_unit, config, folder, experts, seed, name)
+                        running[next_one] = (seed, name)
+                atomic_write_json(
+                    folder / "results.json", {"rows": rows, "failures": failures, "phases": phases}
+                )
+    order = ["", *config.arms]
+    rows.sort(key=lambda row: (row["seed"], order.index(row["arm"])))
+    return {"rows": rows, "failures": failures, "phases": phases}
+
+
+def _quiet_worker() -> None:
+    """Workers report through the parent; their progress bars would overwrite each other."""
+    import torch
+
+    os.environ["TQDM_DISABLE"] = "1"
+    torch.set_num_threads(1)
+
+
+def run_unit(
+    config: StudyConfig, folder: Path, experts: Path, seed: int, arm: str
+) -> dict[str, Any]:
+    """Run a seed's warm start (empty `arm`) or one arm after it; gives its rows and times."""
+    settings = PipelineConfig(
+        seed=seed,
+        size=config.size,
+        warmstart=config.warmstart,
+        stage1=config.stage1,
+        collect=config.collect,
+        stage2=config.stage2,
+        eval=config.eval,
+    )
+    root = folder / f"seed-{seed}"
+    pipeline = Pipeline(root / arm, settings, experts=experts)
+    if not arm:
+        rows = pipeline.evaluate(pipeline.warmstart(), "warm")
+        return _labelled(pipeline, rows, seed, arm, expert_loss=NO_STAGE1)
+    warm = root / "warm" / "checkpoint"
+    return _run_arm(config, pipeline, warm, seed, arm)
+
+
+def _run_arm(
+    config: StudyConfig, pipeline: Pipeline, warm: Path, seed: int, arm: str
+) -> dict[str, Any]:
+    choices = config.arms[arm]
+    expert_loss = NO_STAGE1
+    rows: list[dict[str, Any]] = []
+    start = warm
+    if "stage1" in choices:
+        start = pipeline.stage1(warm, **choices["stage1"])
+        expert_loss = choices["stage1"].get("expert_loss", "positive")
+        rows += pipeline.evaluate(start, "stage1")
+    if choices.get("stage2"):
+        trajectories = pipeline.collect(start)
+        for variant in choices["stage2"]:
+            name = f"stage2-{variant}"
+            checkpoint = pipeline.stage2(start, trajectories, name, **config.variants[variant])
+            for row in pipeline.evaluate(checkpoint, name):
+                rows.append(row | {"checkpoint": "stage2", "stage2": variant})
+    return _labelled(pipeline, rows, seed, arm, expert_loss=expert_loss)
+
+
+def _labelled(
+    pipeline: Pipeline, rows: list[dict[str, Any]], seed: int, arm: str, *, expert_loss: str
+) -> dict[str, Any]:
+    labels = {"seed": seed, "arm": arm, "expert_loss": expert_loss}
+    return {
+        "rows": [{"stage2": "none"} | row | labels for row in rows],
+        "phases": [phase | {"seed": seed, "arm": arm} for phase in pipeline.phases.rows()],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Mean over seeds, and each seed's value, of every checkpoint, as Markdown; in percent."""
+    lines = [
+        "| arm | Stage II | after removal: mean (seeds) | with experts: mean (seeds) "
+        "| route (sampled): mean (seeds) | well-formed after removal: mean (seeds) |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["arm"], row["checkpoint"], row["stage2"]), []).append(row)
+    for (arm, checkpoint, stage2), group in groups.items():
+        title = "warm start" if checkpoint == "warm" else arm
+        cells = [
+            _mean_and_seeds(group, "local", "accuracy"),
+            _mean_and_seeds(group, "experts", "accuracy"),
+            _mean_and_seeds(group, "experts", "route_accuracy"),
+            _mean_and_seeds(group, "local", "well_formed"),
+        ]
+        lines.append(f"| {title} | {stage2} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean_and_seeds(rows: Sequence[dict[str, Any]], condition: str, name: str) -> str:
+    values = [100 * row[name] for row in rows if row["condition"] == condition]
+    if not values:
+        return "-"
+    return f"{statistics.mean(values):.1f} ({'/'.join(f'{v:.1f}' for v in values)})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet study RECIPE.yaml [--name value ...]`; prints the table and where the results are."""
+    config = parse_config(
+        StudyConfig, argv, prog="rivet study", description=(__doc__ or "").splitlines()[0]
+    ).config
+    results = run(config)
+    print(table(results["rows"]))
+    for failure in results["failures"]:
+        print(f"failed: seed {failure['seed']}, {failure['arm']}: {failure['error']}")
+    print(f"results: {Path(config.output_dir) / 'results.json'}")
+    if results["failures"]:
+        print("run the same command again to try what failed once more")
+    return 1 if results["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
