@@ -1,0 +1,284 @@
+"""Charts as inline SVG: no library, no script, readable in light and dark, safe by escaping.
+
+Colours are CSS classes of `report.css` (`c0`, `c1`, ... in the palette of Okabe and Ito, which
+colour-blind readers can tell apart), so a chart follows the page's theme. Points carry their value
+as a `<title>`, which browsers show on hover. Shares are drawn on a fixed 0 to 100% axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+PALETTE = 8  # classes c0 to c7 in report.css
+_WIDTH, _HEIGHT = 460, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 30
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One share with its interval, for `interval_chart`.
+
+    Attributes:
+        label: Left of the row.
+        value, low, high: In [0, 1].
+        color: Index in the palette.
+    """
+
+    label: str
+    value: float
+    low: float
+    high: float
+    color: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A plot area with linear axes."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + (value - self.x0) / (self.x1 - self.x0) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return _TOP + (self.y1 - value) / (self.y1 - self.y0) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def line_chart(
+    series: Mapping[str, Points], *, label: str, is_share: bool = False, x_label: str = "step"
+) -> str:
+    """Lines over steps: each value faint, their moving average bold, with a legend.
+
+    Args:
+        series: Name to points (x, y); points that are not finite are left out.
+        label: What the chart shows, for screen readers.
+        is_share: Draw on a 0 to 100% axis.
+        x_label: Name of the x axis.
+    """
+    clean = {
+        n: [(x, y) for x, y in p if math.isfinite(x) and math.isfinite(y)]
+        for n, p in series.items()
+    }
+    clean = {name: points for name, points in clean.items() if points}
+    if not clean:
+        return ""
+    frame = _frame(clean, is_share)
+    body = [_axes(frame, is_share, x_label)]
+    for n, (name, points) in enumerate(clean.items()):
+        color = n % PALETTE
+        smooth = moving_average(points)
+        if len(smooth) > 4:
+            body.append(f'<path class="line faint c{color}" d="{_path(frame, points)}"/>')
+        body.append(f'<path class="line c{color}" d="{_path(frame, smooth)}"/>')
+        body += [_point(frame, name, x, y, color, is_share) for x, y in points]
+    return _svg(_WIDTH, _HEIGHT, label, body) + _legend(list(clean))
+
+
+def stacked_shares(series: Mapping[str, Points], *, label: str, x_label: str = "step") -> str:
+    """Shares that add up to at most 1, stacked over steps; a step without a value counts as 0."""
+    steps = sorted({x for points in series.values() for x, _ in points})
+    if not steps:
+        return ""
+    values = {name: dict(points) for name, points in series.items()}
+    frame = _Frame(steps[0], max(steps[-1], steps[0] + 1), 0.0, 1.0)
+    base = [0.0] * len(steps)
+    body = []
+    for n, (name, at) in enumerate(values.items()):
+        top = [min(1.0, low + at.get(x, 0.0)) for low, x in zip(base, steps, strict=True)]
+        upper = [(x, y) for x, y in zip(steps, top, strict=True)]
+        lower = [(x, y) for x, y in zip(steps, base, strict=True)]
+        area = _path(frame, upper + lower[::-1])
+        body.append(
+            f'<path class="area c{n % PALETTE}" d="{area}Z"><title>{escape(name)}</title></path>'
+        )
+        base = top
+    body.append(_axes(frame, True, x_label))
+    return _svg(_WIDTH, _HEIGHT, label, body) + _legend(list(series))
+
+
+def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = ()) -> str:
+    """A dot with its interval per row, on a 0 to 100% axis."""
+    if not bars:
+        return ""
+    left, step = 150, 26
+    height = _TOP + step * len(bars) + _BOTTOM
+    scale = (_WIDTH - left - _RIGHT - 44) / 1.0
+
+    def at(value: float) -> float:
+        return left + value * scale
+
+    body = [_percent_grid(at, _TOP, height - _BOTTOM)]
+    for n, bar in enumerate(bars):
+        y = _TOP + step * (n + 0.5)
+        text = f"{bar.label}: {bar.value:.1%}, 95% interval {bar.low:.1%} to {bar.high:.1%}"
+        body.append(
+            f'<g class="c{bar.color % PALETTE}"><title>{escape(text)}</title>'
+            f'<text class="tick" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{escape(bar.label)}</text>"
+            f'<line class="whisker" x1="{at(bar.low):.1f}" x2="{at(bar.high):.1f}" '
+            f'y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<circle class="dot" cx="{at(bar.value):.1f}" cy="{y:.1f}" r="5"/>'
+            f'<text class="value" x="{_WIDTH - 4}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{bar.value:.1%}</text>"
+            "</g>"
+        )
+    return _svg(_WIDTH, height, label, body) + _legend(list(legend))
+
+
+def stacked_bars(
+    rows: Mapping[str, Mapping[str, int]], *, label: str, classes: Sequence[str] = ()
+) -> str:
+    """Counts of each row as shares of a full bar.
+
+    Args:
+        rows: Row label to counts by category, the same categories in each row.
+        label: What the chart shows.
+        classes: CSS class per category; the palette in order by default.
+    """
+    if not rows:
+        return ""
+    categories = list(next(iter(rows.values())))
+    classes = list(classes) or [f"c{n % PALETTE}" for n in range(len(categories))]
+    left, step = 150, 26
+    height = _TOP + step * len(rows) + _BOTTOM
+    scale = _WIDTH - left - _RIGHT
+
+    def at(value: float) -> float:
+        return left + value * scale
+
+    body = []
+    for n, (name, counts) in enumerate(rows.items()):
+        y, done, total = _TOP + step * n + 3, 0, sum(counts.values()) or 1
+        body.append(
+            f'<text class="tick" x="{left - 10}" y="{y + 14}" text-anchor="end">'
+            f"{escape(name)}</text>"
+        )
+        for category, css in zip(categories, classes, strict=True):
+            count = counts.get(category, 0)
+            if count:
+                text = (
+                    f"{name}: {category.replace('_', ' ')} {count} of {total} ({count / total:.1%})"
+                )
+                body.append(
+                    f'<rect class="bar {css}" x="{at(done / total):.1f}" y="{y}" '
+                    f'width="{count / total * scale:.1f}" height="{step - 6}">'
+                    f"<title>{escape(text)}</title></rect>"
+                )
+            done += count
+    body.append(_percent_grid(at, height - _BOTTOM, height - _BOTTOM))
+    names = [category.replace("_", " ") for category in categories]
+    return _svg(_WIDTH, height, label, body) + _legend(names, classes)
+
+
+def moving_average(points: Points) -> list[tuple[float, float]]:
+    """Centred moving average over a tenth of the points, at most 15; the ends use what is there."""
+    half = min(7, len(points) // 20)
+    values = [y for _, y in points]
+    smooth = []
+    for n, (x, _) in enumerate(points):
+        reach = min(half, n, len(points) - 1 - n)  # symmetric, so that a slope is not bent
+        window = values[n - reach : n + reach + 1]
+        smooth.append((x, sum(window) / len(window)))
+    return smooth
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers between two bounds, about `count` of them."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    raw = span / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _frame(series: Mapping[str, Points], is_share: bool) -> _Frame:
+    xs = [x for points in series.values() for x, _ in points]
+    ys = [y for points in series.values() for _, y in points]
+    x0, x1 = min(xs), max(xs)
+    if is_share:
+        return _Frame(x0, max(x1, x0 + 1), 0.0, 1.0)
+    low, high = min(ys), max(ys)
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return _Frame(x0, max(x1, x0 + 1), low - margin, high + margin)
+
+
+def _axes(frame: _Frame, is_share: bool, x_label: str) -> str:
+    bottom = _HEIGHT - _BOTTOM
+    parts = []
+    for value in ticks(frame.y0, frame.y1):
+        y = frame.y(value)
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{_number(value, is_share)}</text>"
+        )
+    for value in ticks(frame.x0, frame.x1):
+        parts.append(
+            f'<text class="tick" x="{frame.x(value):.1f}" y="{bottom + 15}" '
+            f'text-anchor="middle">{_number(value, False)}</text>'
+        )
+    parts.append(
+        f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>'
+        f'<text class="tick name" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">'
+        f"{escape(x_label)}</text>"
+    )
+    return "".join(parts)
+
+
+def _percent_grid(at: object, top: float, bottom: float) -> str:
+    assert callable(at)
+    return "".join(
+        f'<line class="grid" x1="{at(v):.1f}" x2="{at(v):.1f}" y1="{top}" y2="{bottom}"/>'
+        f'<text class="tick" x="{at(v):.1f}" y="{bottom + 15}" text-anchor="middle">{v:.0%}</text>'
+        for v in (0, 0.25, 0.5, 0.75, 1)
+    )
+
+
+def _path(frame: _Frame, points: Points) -> str:
+    return "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _point(frame: _Frame, name: str, x: float, y: float, color: int, is_share: bool) -> str:
+    text = f"{name}, {x:g}: {_number(y, is_share, digits=3)}"
+    return (
+        f'<circle class="hover c{color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4">'
+        f"<title>{escape(text)}</title></circle>"
+    )
+
+
+def _number(value: float, is_share: bool, digits: int = 2) -> str:
+    if is_share:
+        return f"{value:.1%}" if digits > 2 else f"{value:.0%}"
+    if abs(value) < 1e-12:
+        return "0"
+    return f"{value:.{digits + 1}g}" if abs(value) < 10_000 else f"{value:.1e}"
+
+
+def _legend(names: Sequence[str], classes: Sequence[str] = ()) -> str:
+    if len(names) < 2:
+        return ""
+    classes = list(classes) or [f"c{n % PALETTE}" for n in range(len(names))]
+    items = "".join(
+        f'<li class="{css}"><span class="swatch"></span>{escape(name)}</li>'
+        for name, css in zip(names, classes, strict=True)
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _svg(width: float, height: float, label: str, body: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">'
+        + "".join(body)
+        + "</svg>"
+    )

@@ -1,0 +1,321 @@
+"""The report of a run: one HTML page that works offline, and the same tables in Markdown.
+
+    write_report(run_dir, rows=..., phases=..., curves=..., stores=..., tokenizer=...)
+
+writes `run_dir/report.html` and `run_dir/report.md`. Everything but `rows` may be left out:
+
+- rows: as in `results.json`: `checkpoint`, `condition`, `accuracy`, ... and, where there, the rest
+  of `eval.summary` (`outcomes`, `by`, `usage_per_problem`, ...);
+- phases: `{"name", "wall_s", "cpu_s"}`;
+- curves: stage name -> its `metrics.jsonl`;
+- stores: label -> a folder of trajectories, for the viewer;
+- tokenizer: that of the stores, or one per label.
+
+The page holds no address of another site, its style and script are inline, and a content policy
+forbids any script but ours. Text from models, problems and files is escaped or is data.
+
+Run line: `rivet report runs/demo`
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from eval.charts import comparison_table, curve_panels, outcome_chart, phase_table, result_charts
+from eval.conditions import STORE
+from eval.table import markdown_table, results_table
+from eval.viewer import Shelf, pack_blocks, thin_out
+from rivet.files import atomic_write_text
+from rivet.store import TrajectoryStore
+from rivet.tokenization import ProtocolTokenizer
+
+MAX_TRAJECTORIES = 5000
+
+
+class ReportError(ValueError):
+    """There is nothing to report on; the message says what was looked for."""
+
+
+def write_report(
+    run_dir: str | Path,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    phases: Sequence[Mapping[str, Any]] = (),
+    curves: Mapping[str, str | Path] | None = None,
+    stores: Mapping[str, str | Path] | None = None,
+    tokenizer: ProtocolTokenizer | Mapping[str, ProtocolTokenizer] | None = None,
+    comparisons: Sequence[Mapping[str, Any]] = (),
+    config: Any = None,
+    title: str = "rivet report",
+    max_trajectories: int = MAX_TRAJECTORIES,
+) -> Path:
+    """Write `report.html` and `report.md` into a folder, each atomically.
+
+    Args:
+        run_dir: Where they go.
+        rows: One per checkpoint and condition.
+        phases: Wall and CPU time of each phase.
+        curves: Stage name to its `metrics.jsonl`; files that are not there are left out.
+        stores: Label to trajectory folder; without any (or without a tokenizer) no viewer.
+        tokenizer: Of all stores, or per label.
+        comparisons: From `eval.compare.compare`.
+        config: Shown as it is, JSON-able.
+        title: Heading of the page.
+        max_trajectories: In the viewer; more are thinned out evenly, and the page says so.
+
+    Returns:
+        Path of the page.
+    """
+    run_dir = Path(run_dir)
+    shelves = _shelves(stores or {}, tokenizer, max_trajectories)
+    metrics = {name: read_metrics(Path(path)) for name, path in (curves or {}).items()}
+    sections = {
+        "Results": _results_section(rows, comparisons),
+        "Outcomes": outcome_chart(rows),
+        "Learning curves": curve_panels(metrics),
+        "Time": phase_table(phases),
+        "Trajectories": _viewer_section(shelves) if shelves else "",
+        "Configuration": _config_section(config) if config is not None else "",
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    text = _markdown(title, rows, phases, comparisons)
+    atomic_write_text(run_dir / "report.md", text)
+    return atomic_write_text(run_dir / "report.html", _page(title, sections, shelves))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of a `metrics.jsonl`; none if it is not there, a torn last line left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def gather(run: Path) -> dict[str, Any]:
+    """Everything under a run folder that `write_report` can show, as its arguments.
+
+    Raises:
+        ReportError: There are no results, no curves and no trajectories.
+    """
+    found: dict[str, Any] = {"rows": [], "phases": [], "comparisons": []}
+    own = _read_json(run / "results.json")
+    parts = [own] if own else [_read_json(p) for p in sorted(run.glob("**/results.json"))]
+    for part in parts:
+        for name in found:
+            if isinstance(part, dict) and isinstance(part.get(name), list):
+                found[name] += part[name]
+    found["curves"] = {
+        p.parent.relative_to(run).as_posix().strip(".") or run.name: p
+        for p in sorted(run.glob("**/metrics.jsonl"))
+    }
+    found["stores"] = {
+        p.parent.relative_to(run).as_posix().strip(".") or run.name: p
+        for p in sorted(run.glob(f"**/{STORE}"))
+        if TrajectoryStore(p).shards()
+    }
+    found["tokenizer"] = _find_tokenizer(run) if found["stores"] else None
+    found["config"] = _read_json(run / "config.json") or None
+    if not any(found[name] for name in ("rows", "curves", "stores")):
+        raise ReportError(
+            f"{run}: found no results.json, metrics.jsonl or {STORE}/ in it; expected the folder "
+            "of a finished or running stage"
+        )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the report of a run folder."""
+    parser = argparse.ArgumentParser(
+        prog="rivet report", description="Write report.html and report.md of a run folder."
+    )
+    parser.add_argument("run", type=Path, help="the run folder, such as runs/demo")
+    parser.add_argument("--out", type=Path, help="where to write; default: the run folder")
+    parser.add_argument("--tokenizer", type=Path, help="checkpoint whose tokenizer reads the texts")
+    parser.add_argument("--max-trajectories", type=int, default=MAX_TRAJECTORIES)
+    args = parser.parse_args(argv)
+    try:
+        found = gather(args.run)
+    except ReportError as error:
+        print(f"rivet report: {error}", file=sys.stderr)
+        return 1
+    if args.tokenizer:
+        found["tokenizer"] = ProtocolTokenizer.from_pretrained(args.tokenizer)
+    if found["stores"] and found["tokenizer"] is None:
+        print(
+            "rivet report: no checkpoint found to read the trajectories with; give --tokenizer "
+            "CHECKPOINT to have the viewer",
+            file=sys.stderr,
+        )
+    page = write_report(
+        args.out or args.run,
+        **found,
+        title=f"rivet report: {args.run.resolve().name}",
+        max_trajectories=args.max_trajectories,
+    )
+    print(f"report: {page}")
+    return 0
+
+
+def _shelves(
+    stores: Mapping[str, str | Path],
+    tokenizer: ProtocolTokenizer | Mapping[str, ProtocolTokenizer] | None,
+    limit: int,
+) -> list[Shelf]:
+    """Trajectories of every store that is there, thinned out evenly to the limit."""
+    if tokenizer is None:
+        return []
+    loaded = {label: TrajectoryStore(folder).load() for label, folder in stores.items()}
+    loaded = {label: rows for label, rows in loaded.items() if rows}
+    total = sum(map(len, loaded.values()))
+    shelves = []
+    for label, rows in loaded.items():
+        keep = len(rows) if total <= limit else max(1, len(rows) * limit // total)
+        chosen = [rows[n] for n in thin_out(len(rows), keep)]
+        reader = tokenizer if isinstance(tokenizer, ProtocolTokenizer) else tokenizer[label]
+        shelves.append(Shelf(label, chosen, reader, len(rows)))
+    return shelves
+
+
+def _results_section(
+    rows: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]
+) -> str:
+    if not rows:
+        return ""
+    return (
+        f'<div class="card scroll">{results_table(rows)}</div>'
+        '<p class="note">Accuracy is avg@k; intervals are 95%, clustered by problem. Route: the '
+        "first expert consulted is the one that knows the problem's family. Rows that "
+        "infrastructure voided are not scored.</p>"
+        f"{result_charts(rows)}{comparison_table(comparisons)}"
+    )
+
+
+def _config_section(config: Any) -> str:
+    text = json.dumps(config, indent=2, ensure_ascii=False, default=str)
+    return (
+        f'<details class="card"><summary>config.json</summary><pre>{escape(text)}</pre></details>'
+    )
+
+
+def _viewer_section(shelves: Sequence[Shelf]) -> str:
+    shown = sum(len(s.trajectories) for s in shelves)
+    total = sum(s.total for s in shelves)
+    thinned = f" {shown:,} of {total:,} are shown, spread evenly." if shown < total else ""
+    key = "".join(
+        f'<span class="{author}"><b class="{author}">{author}</b> {what}</span>'
+        for author, what in (
+            ("controller", "what the model itself wrote"),
+            ("expert", "what a consulted expert wrote"),
+            ("environment", "what the sandbox printed"),
+        )
+    )
+    return f"""
+<p class="note" id="viewer-note">Every sample, token for token.{thinned} Keys: j and k for the next
+and previous trajectory, h and l to step through its spans.</p>
+<div class="key">{key}<span><span class="k-route">route</span></span>
+<span class="k-request">request</span><span class="k-code">code</span>
+<span class="k-answer">answer</span><span class="k-format">tags</span></div>
+<div id="filters"></div>
+<div id="viewer">
+<div id="list" class="card" role="listbox" aria-label="trajectories" tabindex="0">
+<div id="rows"></div></div>
+<div id="detail" class="card">
+<div id="controls"><button id="previous">previous</button><button id="next">next</button>
+<span class="grow"></span><button id="back">step back</button><span id="step" class="note"></span>
+<button id="forth">step on</button><button id="whole">whole</button></div>
+<div id="open"></div></div></div>"""
+
+
+def _page(title: str, sections: Mapping[str, str], shelves: Sequence[Shelf]) -> str:
+    assets = files("eval")
+    style = (assets / "report.css").read_text(encoding="utf-8")
+    script = (assets / "viewer.js").read_text(encoding="utf-8") if shelves else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    parts = {name: body for name, body in sections.items() if body}
+    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in parts)
+    body = "".join(
+        f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
+        for name, content in parts.items()
+    )
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    data = f"{pack_blocks(shelves)}\n<script>{script}</script>" if shelves else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<header><h1>{escape(title)}</h1><p class="lead">written {written}</p></header>
+<nav>{links}</nav>
+<main>{body}</main>
+<footer>rivet. This page is complete in itself and loads nothing.</footer>
+{data}
+</body>
+</html>
+"""
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _markdown(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    phases: Sequence[Mapping[str, Any]],
+    comparisons: Sequence[Mapping[str, Any]],
+) -> str:
+    from eval.compare import describe
+
+    parts = [f"# {title}"]
+    if rows:
+        parts.append(markdown_table(rows))
+    if comparisons:
+        parts.append("\n".join(describe(dict(c)) for c in comparisons))
+    if phases:
+        lines = ["| phase | wall s | CPU s |", "|---|---:|---:|"]
+        lines += [f"| {p['name']} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} |" for p in phases]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _find_tokenizer(run: Path) -> ProtocolTokenizer | None:
+    """The tokenizer of a checkpoint in the run folder, or of the one that it names as its model."""
+    for path in sorted(run.glob("**/tokenizer.json")):
+        return ProtocolTokenizer.from_pretrained(path.parent)
+    for path in sorted(run.glob("**/config.json")):
+        model = _read_json(path).get("config", {}).get("model")
+        if model and (Path(model) / "tokenizer.json").is_file():
+            return ProtocolTokenizer.from_pretrained(model)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
