@@ -20,7 +20,8 @@ class Panel:
     Attributes:
         title: Its heading.
         metrics: Names of metrics; one that ends in `/` takes all below it.
-        kind: `share` (0 to 100%), `value`, or `stack` (shares that add up).
+        kind: `share` (0 to 100%), `value`, `stack` (shares that add up), or `rare` (a share that is
+            shown only where it is not 0 throughout).
     """
 
     title: str
@@ -46,7 +47,7 @@ PANELS = (
     ),
     Panel("Entropy, nats", ("controller/entropy", "expert/entropy", "route/entropy", "entropy")),
     Panel("Gradient norm", ("grad_norm",)),
-    Panel("Infrastructure faults", ("rollout/fault_rate",), "share"),
+    Panel("Infrastructure faults", ("rollout/fault_rate",), "rare"),
 )
 
 
@@ -100,7 +101,7 @@ def curve_panels(metrics: Mapping[str, Metrics]) -> str:
         charts = {panel.title: _panel(panel, lines) for panel in PANELS}
         cards = _cards(charts)
         if cards:
-            parts.append(f"<h3>{escape(stage)}</h3>{cards}")
+            parts.append(f'<h3 class="part">{escape(stage)}</h3>{cards}')
     return "".join(parts)
 
 
@@ -150,7 +151,7 @@ def comparison_table(comparisons: Sequence[Mapping[str, Any]]) -> str:
         f'<th class="num">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in heads
     )
     return (
-        '<h3 style="margin-top:20px">Differences, paired by problem</h3>'
+        '<h3 class="part">Differences, paired by problem</h3>'
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
@@ -176,7 +177,7 @@ def _by_family(rows: Sequence[Mapping[str, Any]]) -> str:
         if groups
     )
     return (
-        f'<h3 style="margin-top:20px">Accuracy by {label}, %</h3><div class="card scroll"><table>'
+        f'<h3 class="part">Accuracy by {label}, %</h3><div class="card scroll"><table>'
         f"<thead><tr><th>checkpoint</th><th>condition</th>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
@@ -195,7 +196,9 @@ def _panel(panel: Panel, lines: Metrics) -> str:
                 series[name.removeprefix(wanted) if wanted.endswith("/") else name] = points
     if panel.kind == "stack":
         return stacked_shares(series, label=panel.title)
-    is_share = panel.kind == "share" and all(
+    if panel.kind == "rare" and not any(y for points in series.values() for _, y in points):
+        return ""
+    is_share = panel.kind != "value" and all(
         -1e-9 <= y <= 1 + 1e-9 for points in series.values() for _, y in points
     )
     return line_chart(series, label=panel.title, is_share=is_share)

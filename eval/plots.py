@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 PALETTE = 8  # classes c0 to c7 in report.css
-_WIDTH, _HEIGHT = 460, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 30
+_WIDTH, _HEIGHT = 400, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 12, 10, 32
 
 Points = Sequence[tuple[float, float]]
 
@@ -108,7 +108,7 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
     """A dot with its interval per row, on a 0 to 100% axis."""
     if not bars:
         return ""
-    left, step = 150, 26
+    left, step = 118, 26
     height = _TOP + step * len(bars) + _BOTTOM
     scale = (_WIDTH - left - _RIGHT - 44) / 1.0
 
@@ -147,9 +147,9 @@ def stacked_bars(
         return ""
     categories = list(next(iter(rows.values())))
     classes = list(classes) or [f"c{n % PALETTE}" for n in range(len(categories))]
-    left, step = 150, 26
+    left, step, width = 130, 26, 2.4 * _WIDTH
     height = _TOP + step * len(rows) + _BOTTOM
-    scale = _WIDTH - left - _RIGHT
+    scale = width - left - _RIGHT - 10  # room for the last tick's label
 
     def at(value: float) -> float:
         return left + value * scale
@@ -175,7 +175,7 @@ def stacked_bars(
             done += count
     body.append(_percent_grid(at, height - _BOTTOM, height - _BOTTOM))
     names = [category.replace("_", " ") for category in categories]
-    return _svg(_WIDTH, height, label, body) + _legend(names, classes)
+    return _svg(width, height, label, body) + _legend(names, classes)
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:
@@ -278,7 +278,6 @@ def _legend(names: Sequence[str], classes: Sequence[str] = ()) -> str:
 
 def _svg(width: float, height: float, label: str, body: Sequence[str]) -> str:
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(body)
-        + "</svg>"
+        f'<svg viewBox="0 0 {width} {height}" style="max-width:{1.2 * width:.0f}px" '
+        f'role="img" aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"
     )

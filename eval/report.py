@@ -291,7 +291,8 @@ def _markdown(
     if rows:
         parts.append(markdown_table(rows))
     if comparisons:
-        parts.append("\n".join(describe(dict(c)) for c in comparisons))
+        lines = [line for c in comparisons for line in describe(dict(c)).splitlines()]
+        parts.append("\n".join(f"{'' if line[0] == ' ' else '- '}{line}" for line in lines))
     if phases:
         lines = ["| phase | wall s | CPU s |", "|---|---:|---:|"]
         lines += [f"| {p['name']} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} |" for p in phases]
