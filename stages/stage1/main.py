@@ -123,11 +123,9 @@ def load_start(
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in experts)
     tokenizer = ProtocolTokenizer.from_pretrained(args.model)
     tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        args.model, **_model_arguments(args)
-    )
+    model = AutoModelForCausalLM.from_pretrained(args.model, **_model_arguments(args))
     # The engine samples from this very object, so it goes to its device first.
-    model.to(args.device)
+    torch.nn.Module.to(model, args.device)
     return Start(
         model,
         tokenizer,

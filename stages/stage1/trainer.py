@@ -10,6 +10,7 @@ Written against TRL 1.16.0. What is overridden, each pinned by a contract test:
   and adds the entropy of route tokens. TRL computes the loss from the weights as it always does;
 - `_get_per_token_logps_and_entropies` hands TRL's loss the scores of the forward pass that
   `_compute_loss` has just made, so there is one forward pass a step;
+- rows that train nothing are left out of the passes;
 - the sampler keeps our order of problems (`shuffle_dataset` is ours, not TRL's).
 
 Shapes: B = prompts, G = generations per prompt, T = completion tokens.
@@ -17,6 +18,8 @@ Shapes: B = prompts, G = generations per prompt, T = completion tokens.
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
 from data.problems import Problem
@@ -89,6 +92,35 @@ def roles_of(trajectories: Sequence[Trajectory], length: int, device: torch.devi
     return TokenRoles((codes == 1) | (codes == 3), codes == 2, codes == 3)
 
 
+def without_idle_rows(batch: dict[str, Any], is_trained: Tensor, num_parts: int) -> dict[str, Any]:
+    """The batch without rows that train nothing, and without the padding that they needed.
+
+    Rows of flat groups, faults and void trajectories cost a forward and a backward pass and
+    change nothing. As many are kept as it takes to split the batch into equal parts, of at least
+    one row each.
+
+    Args:
+        batch: The trainer's tensors: rows first, then columns of the prompt or the completion.
+        is_trained: z_i, shape (B*G,).
+        num_parts: Parts that the batch will be split into.
+    """
+    total = int(is_trained.sum())
+    rows = max(math.ceil(total / num_parts), 1) * num_parts
+    # A stable sort keeps the order of the rows that stay.
+    keep = torch.argsort(~is_trained, stable=True)[:rows]
+    width = int(batch["completion_mask"][keep].sum(1).max())
+    prompt_width = int(batch["prompt_mask"][keep].sum(1).max())
+    result: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            result[name] = value
+        elif name in ("prompt_ids", "prompt_mask"):
+            result[name] = value[keep][:, value.size(1) - prompt_width :]
+        else:
+            result[name] = value[keep][:, :width]
+    return result
+
+
 class Stage1Trainer(GRPOTrainer):
     """GRPO over expert-assisted trajectories.
 
@@ -105,7 +137,7 @@ class Stage1Trainer(GRPOTrainer):
     def __init__(
         self,
         *,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         args: Stage1Config,
         problems: Sequence[Problem],
         rollouts: StepRollouts,
@@ -118,8 +150,9 @@ class Stage1Trainer(GRPOTrainer):
         self._right_experts = right_experts or {}
         self._objective = args.objective()
         self._importance_clip = args.importance_clip
-        assert args.num_generations is not None
+        assert args.num_generations is not None and args.steps_per_generation is not None
         self._group_size = args.num_generations
+        self._num_parts = args.steps_per_generation
         self._fault_watch = FaultWatch(args.max_fault_rate, args.fault_window)
         self._batch: list[Trajectory] = []
         self._batch_is_stored = False
@@ -135,9 +168,11 @@ class Stage1Trainer(GRPOTrainer):
         prompts = [
             [{"role": "user", "content": p.problem, _ROW: row}] for row, p in enumerate(problems)
         ]
+        # TRL warns about rollout functions; the contract tests are our answer.
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
         super().__init__(
-            model=model,  # type: ignore[arg-type] # any causal language model
-            reward_funcs=[self._outcome_reward],
+            model=model,
+            reward_funcs=[self.outcome_reward],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": prompts}).select(order),
             processing_class=processing_class,
@@ -146,7 +181,7 @@ class Stage1Trainer(GRPOTrainer):
         )
         self.shuffle_dataset = False
 
-    def _outcome_reward(self, **_: Any) -> list[float | None]:
+    def outcome_reward(self, **_: Any) -> list[float | None]:
         """Rewards of the batch; None leaves TRL's own statistics as it leaves ours."""
         return [t.reward for t in self._batch]
 
@@ -222,7 +257,7 @@ class Stage1Trainer(GRPOTrainer):
         output["is_controller"], output["is_expert"] = roles.controller, roles.expert
         output["is_route"] = roles.route
         self._log_rollouts(advantages.is_flat.float().mean().item(), mine.values.tolist())
-        return output
+        return without_idle_rows(output, is_trained, self._num_parts)
 
     def _log_rollouts(self, flat_rate: float, advantages: list[float]) -> None:
         """Write the step's shard, unless it was replayed, and the metrics of its rollouts."""

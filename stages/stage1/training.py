@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 
 from data.problems import Problem
 from rivet.files import atomic_folder
@@ -59,7 +58,7 @@ class Start:
         right_experts: Problem id -> the expert that knows it, where that is known.
     """
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     tokenizer: ProtocolTokenizer
     settings: ProtocolSettings
     problems: list[Problem]

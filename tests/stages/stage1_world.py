@@ -5,6 +5,7 @@ Run as a program, it is a Stage I run that a test can kill: `python stage1_world
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ from stages.stage1.config import Stage1Config
 from stages.stage1.rollouts import Asked, StepRollouts
 from stages.stage1.trainer import Stage1Trainer
 from stages.stage1.training import Start, train, trainer_arguments
+
+torch.set_num_threads(1)
+# The trainer collects garbage when it starts: seconds in a process full of test modules.
+gc.freeze()
 
 VOCAB = 258  # two control tokens and the bytes
 EOS, PAD = 0, 1
@@ -183,5 +188,4 @@ def run(folder: Path, source: Any = None, **changes: Any) -> Path:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     run(Path(sys.argv[1]), max_steps=int(sys.argv[2]))

@@ -26,10 +26,11 @@ from stage1_world import (
 
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
+from stages.stage1 import trainer as trainer_module
 from stages.stage1.health import FaultRateError
 from stages.stage1.objective import preset
 from stages.stage1.rollouts import Asked
-from stages.stage1.trainer import Stage1Trainer, is_void, problem_order
+from stages.stage1.trainer import Stage1Trainer, is_void, problem_order, without_idle_rows
 
 
 class GradientProbe:
@@ -41,6 +42,7 @@ class GradientProbe:
 
     def __init__(self, trainer: Stage1Trainer) -> None:
         self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.left_out: list[str] = []
         trainer.model.model.register_forward_hook(self._keep, with_kwargs=True)
 
     def _keep(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -62,7 +64,8 @@ class GradientProbe:
                     # Nothing behind the end, and nothing in the padding before the prompt.
                     assert norms[end - 1 :].eq(0).all() and norms[:found].eq(0).all()
                     return norms[found : start - 1], norms[start - 1 : end - 1]
-        raise AssertionError(f"{trajectory.id} was not in any forward pass")
+        self.left_out.append(trajectory.id)  # in no forward pass
+        return torch.zeros(1), torch.zeros(len(trajectory.completion_ids))
 
 
 def _find(row: list[int], ids: list[int]) -> int | None:
@@ -123,7 +126,17 @@ def test_who_receives_gradient(expert_loss: str, good: bool, bad: bool, tmp_path
         assert norms["expert"].gt(0).all() if expects else norms["expert"].eq(0).all()
 
 
-def test_faults_and_void_trajectories_receive_exactly_none(tmp_path: Path) -> None:
+@pytest.fixture(params=["idle rows left out", "idle rows kept"])
+def keeps_idle_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What is not trained receives no gradient, whether it is in the forward pass or not."""
+    if request.param == "idle rows kept":
+        monkeypatch.setattr(trainer_module, "without_idle_rows", lambda batch, *_: batch)
+    return request.param == "idle rows kept"
+
+
+def test_faults_and_void_trajectories_receive_exactly_none(
+    keeps_idle_rows: bool, tmp_path: Path
+) -> None:
     special = {
         "n2": {"fault": "expert_timeout", "outcome": None, "reward": None},
         "n3": {"answer": None, "expert_calls": (), "outcome": "no_answer"},
@@ -135,6 +148,7 @@ def test_faults_and_void_trajectories_receive_exactly_none(tmp_path: Path) -> No
         has_gradient = t.sample_index in (0, 1)
         assert prompt.eq(0).all()
         assert completion.gt(0).any() if has_gradient else completion.eq(0).all()
+    assert len(probe.left_out) == (0 if keeps_idle_rows else 4)
     # The void one counts in the baseline, the fault does not: rewards 1, 0, 0.
     advantages = {t.sample_index: t.info["advantage"] for t in trajectories}
     assert advantages[0] == pytest.approx(2 / 3 * math.sqrt(3), rel=1e-3)
@@ -142,10 +156,30 @@ def test_faults_and_void_trajectories_receive_exactly_none(tmp_path: Path) -> No
     assert advantages[2] == 0
 
 
-def test_flat_groups_receive_exactly_none(tmp_path: Path) -> None:
+def test_flat_groups_receive_exactly_none(keeps_idle_rows: bool, tmp_path: Path) -> None:
     probe, trajectories = one_step(tmp_path, by_index([1.0] * 4), expert_loss="paper")
     for t in trajectories:
         assert probe.of(t)[1].eq(0).all()
+    # One row for each micro-batch stays, so that every one has something to compute.
+    assert len(probe.left_out) == (0 if keeps_idle_rows else 6)
+
+
+def test_leaving_idle_rows_out_keeps_order_and_trims_padding() -> None:
+    batch = {
+        "prompt_ids": torch.tensor([[0, 0, 5], [0, 6, 7], [8, 8, 8], [0, 0, 9]]),
+        "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 1]]),
+        "completion_ids": torch.tensor([[1, 2, 0], [3, 0, 0], [4, 4, 4], [5, 5, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]]),
+        "num_items_in_batch": torch.tensor(3.0),
+    }
+    is_trained = torch.tensor([True, True, False, False])
+    kept = without_idle_rows(batch, is_trained, 2)
+    assert kept["prompt_ids"].tolist() == [[0, 5], [6, 7]]
+    assert kept["completion_ids"].tolist() == [[1, 2], [3, 0]]
+    assert kept["num_items_in_batch"] == 3
+    # Three trained rows and two parts: one idle row fills the second part.
+    three = torch.tensor([False, True, True, True])
+    assert without_idle_rows(batch, three, 2)["completion_ids"][:, 0].tolist() == [3, 4, 5, 1]
 
 
 def test_an_empty_completion_is_survived_and_not_trained(tmp_path: Path) -> None:
