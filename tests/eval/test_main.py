@@ -1,0 +1,274 @@
+"""An evaluation from a checkpoint folder to results: files, conditions, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedEngine, ScriptedGrader
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import eval.main
+from data.problems import ProblemFileError
+from eval.conditions import read_condition
+from eval.main import EvalConfig, EvalError, main, run
+from eval.runtime import CheckpointError, Runtime, open_runtime, weights_fingerprint
+from rivet.config import load_config
+from rivet.experts.types import ExpertReply
+from rivet.rollout.types import RolloutLimits
+from rivet.runs import RunDirError, RunFinishedError
+from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
+
+PROMISED = [
+    "checkpoint",
+    "condition",
+    "accuracy",
+    "ci_low",
+    "ci_high",
+    "n",
+    "well_formed",
+    "route_accuracy",
+]
+
+
+class EchoExperts:
+    """Replies to everything with the request."""
+
+    names = ("calc", "numth")
+
+    async def ask(self, name: str, request: str, *, sample_key: str = "") -> ExpertReply:
+        """Reply at once."""
+        return ExpertReply(name, "ok", request)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tag_tokenizer, tmp_path_factory) -> Path:
+    """A random controller of 50k parameters with tokenizer and protocol settings."""
+    folder = tmp_path_factory.mktemp("stage") / "checkpoint"
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tag_tokenizer.token_bytes),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+        )
+    )
+    model.save_pretrained(folder)
+    tag_tokenizer.hf.save_pretrained(folder)
+    cards = (ExpertCard("calc", "adds"), ExpertCard("numth", "divides"))
+    limits = RolloutLimits(max_completion_length=24)
+    ProtocolSettings(prompt="bare", after_tag="", experts=cards, limits=limits).save(folder)
+    return folder
+
+
+@pytest.fixture
+def problems_file(tmp_path: Path) -> Path:
+    """Ten problems as JSONL."""
+    path = tmp_path / "problems.jsonl"
+    rows = [
+        {"id": f"p{n}", "problem": f"gcd of {n} and 12", "answer": "6", "source": "toy"}
+        for n in range(10)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def scripted_runtime(monkeypatch: pytest.MonkeyPatch, prompts):
+    """Replaces the model by the scripted engine; gives the engines that were opened."""
+    opened: list[ScriptedEngine] = []
+
+    @asynccontextmanager
+    async def open_scripted(model: str, **_: Any):
+        engine = ScriptedEngine(prompts.tokenizer)
+        opened.append(engine)
+        grader: Any = ScriptedGrader()
+        grader.mode = "reward"
+        settings = ProtocolSettings(prompt="bare")
+        yield Runtime(engine, grader, prompts, prompts.tokenizer, settings, "weights", ["calc"])
+
+    monkeypatch.setattr(eval.main, "open_runtime", open_scripted)
+    return opened
+
+
+def config_of(tmp_path: Path, problems_file: Path, **changes: Any) -> EvalConfig:
+    values: dict[str, Any] = {
+        "model": "runs/x/stage1/checkpoint",
+        "output_dir": str(tmp_path / "run"),
+        "problems": str(problems_file),
+        "experts": "experts.yaml",
+    }
+    return EvalConfig(**(values | changes))
+
+
+def test_an_evaluation_of_a_real_checkpoint_covers_every_condition(
+    checkpoint, problems_file, tmp_path
+) -> None:
+    config = config_of(
+        tmp_path,
+        problems_file,
+        model=str(checkpoint),
+        conditions=["experts", "local", "no-expert", "no-python", "plain"],
+        temperature=1.0,
+        samples_per_problem=2,
+    )
+    results = run(config, experts=EchoExperts())
+    assert [row["condition"] for row in results["rows"]] == config.conditions
+    for row in results["rows"]:
+        assert list(row)[: len(PROMISED)] == PROMISED
+        assert row["checkpoint"] == checkpoint.parent.name
+        assert (row["n"], row["samples"]) == (10, 20)
+        assert sum(row["outcomes"].values()) == 20
+        for name in ("accuracy", "ci_low", "ci_high", "well_formed", "fabricated_output_rate"):
+            assert 0 <= row[name] <= 1
+        condition = read_condition(tmp_path / "run" / row["condition"])
+        assert condition.results == json.loads(json.dumps(row))
+        assert len(condition.store.load()) == 20
+    assert results["comparisons"][0]["name"] == "expert-removal gap"
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == json.loads(
+        json.dumps(results)
+    )
+    files = {p.name for p in (tmp_path / "run" / "local").iterdir()}
+    assert files == {"results.json", "scores.json", "trajectories"}
+
+
+def test_a_finished_evaluation_is_replaced_only_when_told(
+    scripted_runtime, problems_file, tmp_path
+) -> None:
+    first = run(config_of(tmp_path, problems_file))
+    with pytest.raises(RunFinishedError, match="--overwrite"):
+        run(config_of(tmp_path, problems_file))
+    assert len(scripted_runtime) == 1
+    assert run(config_of(tmp_path, problems_file, overwrite=True)) == first
+    assert sum(scripted_runtime[1].asked.values()) == 20
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(
+    scripted_runtime, problems_file, tmp_path, monkeypatch
+) -> None:
+    whole = run(config_of(tmp_path, problems_file, output_dir=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(eval.main, "write_condition", _raise_at_second(eval.main.write_condition))
+        with pytest.raises(KeyboardInterrupt):
+            run(config_of(tmp_path, problems_file))
+    again = run(config_of(tmp_path, problems_file))
+    assert again == whole
+    assert not scripted_runtime[-1].asked  # every row was in the store already
+
+
+def _raise_at_second(write: Any) -> Any:
+    calls = []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(*args)
+
+    return interrupted
+
+
+def test_other_settings_are_not_mixed_into_a_run(scripted_runtime, problems_file, tmp_path) -> None:
+    run(config_of(tmp_path, problems_file))
+    (tmp_path / "run" / "finished.json").unlink()
+    with pytest.raises(RunDirError, match="seed was 0, is 1"):
+        run(config_of(tmp_path, problems_file, seed=1))
+    assert run(config_of(tmp_path, problems_file, batch_size=7, max_attempts=1))["rows"]
+
+
+def test_limit_label_and_a_single_condition(scripted_runtime, problems_file, tmp_path) -> None:
+    config = config_of(tmp_path, problems_file, limit=4, label="mine", conditions=["local"])
+    results = run(config)
+    assert [(row["checkpoint"], row["n"]) for row in results["rows"]] == [("mine", 4)]
+    assert results["comparisons"] == []
+
+
+def test_the_mini_world_is_graded_with_routes(scripted_runtime, tmp_path, monkeypatch) -> None:
+    config = config_of(tmp_path, Path("miniworld"), problems_per_family=2, conditions=["local"])
+    row = run(config)["rows"][0]
+    assert row["n"] == 12 and len(row["by"]["family"]) == 6
+    assert 0 <= row["route_accuracy"] <= 1
+
+
+def test_the_command_prints_the_table_and_passes_the_experts_on(
+    scripted_runtime, problems_file, tmp_path, capsys
+) -> None:
+    asked = []
+
+    class Opened:
+        def __enter__(self) -> EchoExperts:
+            return EchoExperts()
+
+        def __exit__(self, *_: object) -> None:
+            asked.append("closed")
+
+    def open_experts(name: str) -> Any:
+        asked.append(name)
+        return Opened()
+
+    argv = ["--model", "runs/x/stage1/checkpoint", "--output_dir", str(tmp_path / "run")]
+    argv += ["--problems", str(problems_file)]
+    assert main(argv, open_experts=open_experts) == 0
+    assert asked == ["embedded", "closed"]
+    out = capsys.readouterr().out
+    assert "| stage1     | experts   |" in out and "expert-removal gap" in out
+
+
+def test_impossible_settings_fail_before_anything_starts(tmp_path, problems_file) -> None:
+    for change, message in [
+        ({"conditions": ["remote"]}, "conditions is"),
+        ({"conditions": []}, "conditions is"),
+        ({"samples_per_problem": 2}, "temperature 0"),
+        ({"samples_per_problem": 0}, "samples_per_problem is 0"),
+        ({"limit": 0}, "limit"),
+        ({"max_fault_rate": 2.0}, "max_fault_rate"),
+        ({"top_p": 0.0}, "top_p"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            config_of(tmp_path, problems_file, **change)
+    with pytest.raises(EvalError, match="model is not set"):
+        run(config_of(tmp_path, problems_file, model=""))
+    with pytest.raises(EvalError, match="needs experts"):
+        run(config_of(tmp_path, problems_file, experts="embedded"))
+    with pytest.raises(ProblemFileError, match="no such file"):
+        run(config_of(tmp_path, tmp_path / "missing.jsonl"))
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, tmp_path) -> None:
+    with pytest.raises(SettingsError, match=r"rivet\.json: no such file"):
+        async with open_runtime(tmp_path):
+            pass
+    ProtocolSettings().save(tmp_path)
+    with pytest.raises(CheckpointError, match="no weights here"):
+        async with open_runtime(tmp_path):
+            pass
+
+
+async def test_rows_depend_on_weights_limits_and_experts(checkpoint, tmp_path) -> None:
+    async with open_runtime(checkpoint, experts=EchoExperts(), max_completion_length=20) as runtime:
+        described = runtime.describe("experts")
+        assert described["limits"]["max_completion_length"] == 20
+        assert described["experts"] == ["calc", "numth"]
+        assert runtime.describe("local")["experts"] == []
+        assert described["weights"] == weights_fingerprint(checkpoint)
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert weights_fingerprint(tmp_path) != described["weights"]
+
+
+def test_every_eval_recipe_loads() -> None:
+    recipes = sorted(Path("stages/recipes").glob("eval_*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        config = load_config(EvalConfig, recipe)
+        assert config.conditions
