@@ -19,6 +19,7 @@ _WITH_TEXT = re.compile(
 )
 _ANOTHER = re.compile(
     r"\(\s*[A-J]\s*\)|^(?:,|;|/|or\b|and\b|&)|\b(?:or|and)\s+\(?[A-J]\b|\b[A-J]\)"
+    r"|^[A-J]$|^(?:is|was|not|wrong|incorrect|false)\b"
 )
 
 

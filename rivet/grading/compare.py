@@ -143,6 +143,10 @@ def _same_as_listing(gold: Listing, answer: Answer) -> bool:
         return False
     if _match_all(gold_items, answer_items):
         return True
+    if any(isinstance(item, Relation) for item in gold_items) and any(
+        isinstance(item, Relation) for item in answer_items
+    ):
+        return False
     return _match_all(_without_shared_name(gold_items), _without_shared_name(answer_items))
 
 

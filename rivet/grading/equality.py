@@ -173,7 +173,7 @@ def _points(left: Node, right: Node, *, count: int) -> list[dict[str, Fraction]]
         return [{name: Fraction(rng.randint(1, high)) for name in names} for high in highs]
     points = []
     for index in range(count):
-        low, high = ((30, 290), (4, 90), (-290, 290))[index % 3]
+        low, high = ((30, 290), (4, 90), (-290, 290), (2_000, 90_000))[index % 4]
         points.append({name: Fraction(rng.randint(low, high) * 2 + 1, 194) for name in names})
     return points
 

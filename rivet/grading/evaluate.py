@@ -92,7 +92,7 @@ class Evaluator:
         with mpmath_context().workdps(self.digits):
             try:
                 result = self.numeric(node, [self.to_number(arg) for arg in args])
-            except (ZeroDivisionError, ValueError) as error:
+            except (ZeroDivisionError, ValueError, TypeError) as error:
                 raise Undefined(f"undefined value: {error}") from error
             except (OverflowError, MemoryError) as error:
                 raise TooExpensive("the value is too large") from error
@@ -147,7 +147,10 @@ class Evaluator:
         operation = _EXACT.get(op)
         if operation is None:
             return None
-        result = operation(*args)
+        try:
+            result = operation(*args)
+        except TypeError as error:
+            raise Undefined(f"{op} of {len(args)} values") from error
         if result is not None:
             bits = max(result.numerator.bit_length(), result.denominator.bit_length())
             if bits > 2 * MAX_BITS:

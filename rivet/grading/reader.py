@@ -43,12 +43,12 @@ _OPERATOR = {
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-zA-Z])")
 _UNION = re.compile(r"\\cup(?![a-zA-Z])")
 _MINUS_SET = re.compile(r"\\setminus(?![a-zA-Z])")
-_MATRIX = re.compile(r"\\begin\s*\{([pbBvV]?(?:small)?matrix|array)\}")
+_MATRIX = re.compile(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d]|,\d)")
 _SPACED_THOUSANDS = re.compile(r"^([+-]?\s*[1-9]\d{0,2})((?: \d{3})+)(?![\d/ ]*[\d/])")
 _PLAIN_MIXED = re.compile(r"^([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.^])")
 _BASED = re.compile(
-    r"([+-]?[\dA-Fa-f]*\d[\dA-Fa-f]*(?:\.\d+)?)\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))"
+    r"\(?([+-]?[\dA-Fa-f]*\d[\dA-Fa-f]*(?:\.\d+)?)\s*\)?\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))"
 )
 _BASE_WORDS = re.compile(r"(\d[\dA-Fa-f]*)\s*_?\s*\{?\s*\\text\{\s*(?:in )?base\s*(\d+)\s*\}\s*\}?")
 _COLON = re.compile(r"\s*:\s*")

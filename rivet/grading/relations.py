@@ -4,6 +4,7 @@
 it is an answer except the same equation again.
 """
 
+import re
 from collections.abc import Callable
 
 from rivet.grading.answers import Answer, Ordered, Quantity, Relation
@@ -62,7 +63,7 @@ def stated_value(relation: Relation, gold: Node) -> Answer | None:
     if not is_constant(last.node):
         return None
     is_chain = bool(constants)
-    if is_chain or (_is_only_letters(first.node) and rational(last.node) != 0):
+    if is_chain or (_is_asked_for(first.node) and rational(last.node) != 0):
         return last
     return None
 
@@ -116,8 +117,17 @@ def _name(answer: Answer) -> str | None:
     if not isinstance(answer, Quantity) or answer.unit is not None:
         return None
     node = answer.node
-    if node.op == "symbol" or (node.op == "abs" and node.args[0].op == "symbol"):
-        return node.name or node.args[0].name
+    if node.op == "symbol":
+        return node.name
+    if node.op == "abs" and re.fullmatch(r"[A-Zz].*|\w+\(.*", _name_of(node.args[0]) or ""):
+        # |AB|, |z|, |\vec a| are quantities; |x| = 5 has yet to be solved.
+        return f"|{_name_of(node.args[0])}|"
+    return _name_of(node)
+
+
+def _name_of(node: Node) -> str | None:
+    if node.op == "symbol":
+        return node.name
     if node.op == "opaque":
         return node.name
     if node.op == "mul" and all(arg.op == "symbol" for arg in node.args):
@@ -131,9 +141,18 @@ def _mentioned(node: Node) -> frozenset[str]:
     return node.symbols() | opaque
 
 
-def _is_only_letters(node: Node) -> bool:
-    """Tell whether a left side such as `m + n` or `\\sin A` holds no number."""
-    return not any(part.op == "number" for part in node.walk())
+def _is_asked_for(node: Node) -> bool:
+    """Tell whether a left side such as `m + n`, `a - b` or `\\sin A` is what a question asks for.
+
+    `2x`, `-x` and `\\sqrt{x}` are not: they belong to an equation that has yet to be solved.
+    """
+    if node.op in ("sin", "cos", "tan"):
+        return _name_of(node.args[0]) is not None
+    if node.op != "add":
+        return False
+    first, *rest = node.args
+    terms = [first, *(term.args[0] if term.op == "neg" else term for term in rest)]
+    return all(_name_of(term) is not None for term in terms)
 
 
 def _difference(relation: Relation) -> Node | None:

@@ -177,6 +177,8 @@ class _Parser:
                 self.operator(command)
                 node = Node("div", (node, self.signed_power()))
             elif self.starts_factor():
+                if char.isdigit() and self.text[self.at - 1].isalpha():
+                    raise self.fail("a digit behind a letter")
                 node = Node("mul", (node, self.power()))
             else:
                 return node

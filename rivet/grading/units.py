@@ -142,6 +142,8 @@ def read_unit(text: str) -> Unit | None:
         pending = 1
         powers[known[0]] = powers.get(known[0], 0) + exponent
         factor *= known[1] ** exponent
+    if len(powers) > 1 and "percent" in powers:
+        return None
     dimension = "*".join(f"{name}^{power}" for name, power in sorted(powers.items()) if power)
     if dimension in ("percent^1", "angle^1"):
         return PERCENT if dimension == "percent^1" else DEGREE
