@@ -122,11 +122,23 @@ def run(config: WarmstartConfig) -> Path:
             objective=config.objective(),
             dataset=dataset,
         )
-        copied = copied_share(
-            model, tokenizer, prompts, build_split("validation", config.gate_problems, config.seed)
+        held_out = build_split("validation", config.gate_problems, config.seed)
+        copied = copied_share(model, tokenizer, prompts, held_out)
+        sampled = copied_share(model, tokenizer, prompts, held_out, temperature=1.0)
+        logger.info(
+            "exactly copied requests: greedy %.1f%%, sampled %.1f%%; gate %.1f%%",
+            100 * copied,
+            100 * sampled,
+            100 * config.gate,
         )
         _check_gate(copied, config)
-        folder.finish({"copied_requests": copied, "train_loss": summary["train_loss"]})
+        folder.finish(
+            {
+                "copied_requests": copied,
+                "copied_requests_sampled": sampled,
+                "train_loss": summary["train_loss"],
+            }
+        )
         return folder.checkpoint
 
 
@@ -270,7 +282,6 @@ def _start(
 
 
 def _check_gate(copied: float, config: WarmstartConfig) -> None:
-    logger.info("exactly copied requests %.1f%%, gate %.1f%%", 100 * copied, 100 * config.gate)
     if copied < config.gate:
         raise GateError(
             f"{config.output_dir}: {copied:.1%} of the requests are exact copies, expected at "

@@ -61,9 +61,7 @@ class WeightedCollator:
             start = 0
             for n in members:
                 end = start + lengths[n]
-                for target, values in zip(
-                    (ids, weights, authors, kinds), documents[n], strict=True
-                ):
+                for target, values in zip(arrays, documents[n], strict=True):
                     target[row, start:end] = values
                 positions[row, start:end] = np.arange(lengths[n])
                 start = end

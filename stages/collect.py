@@ -1,0 +1,206 @@
+"""Collection: graded trajectories of a controller over training problems, for Stage II.
+
+A thin wrapper over `eval.generate.sample`, which says what may be relied on when a run is killed:
+the same rows, none twice, none lost; faults sampled again up to a limit and never scored.
+
+    OUTPUT_DIR/
+      config.json, log.txt, finished.json     the run (`rivet.runs`)
+      trajectories/                           the store, one row per problem and sample
+
+Run line: `rivet collect stages/recipes/collect_mini.yaml --model runs/stage1/checkpoint`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.miniworld.tasks import build_split
+from data.problems import Problem, load_problems
+from eval.generate import sample
+from eval.runtime import open_runtime
+from rivet.config import parse_config
+from rivet.experts.pool import ExpertPool
+from rivet.experts.types import Experts
+from rivet.rollout.backend import SamplingParams
+from rivet.runs import RunDir
+from rivet.store import TrajectoryStore
+from rivet.trajectory import Mode, Trajectory
+from stages.experts import start_miniworld_experts
+
+logger = logging.getLogger(__name__)
+
+STORE = "trajectories"
+# Settings that change how a run goes on, but no row of it.
+_NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate")
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class CollectConfig:
+    """Settings of a collection."""
+
+    model: str = _setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
+    output_dir: str = _setting("runs/collect", "The run folder.")
+    overwrite: bool = _setting(False, "Replace a collection that is there.")
+    problems: str = _setting(
+        "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
+    )
+    problems_per_family: int = _setting(
+        1500, "Training problems of each mini-world family, at least 1."
+    )
+    problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
+    limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
+    mode: Mode = _setting("experts", "Condition to sample under.")
+    experts: str = _setting(
+        "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
+    )
+    samples_per_problem: int = _setting(1, "Samples of each problem, at least 1.")
+    temperature: float = _setting(0.8, "Sampling temperature, above 0.")
+    seed: int = _setting(0, "Seed of the samples.")
+    max_completion_length: int | None = _setting(
+        None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
+    )
+    batch_size: int = _setting(128, "Trajectories in flight, at least 1.")
+    shard_size: int = _setting(256, "Rows per shard of the store, at least 1.")
+    max_attempts: int = _setting(3, "Tries of a row that infrastructure voids, at least 1.")
+    max_fault_rate: float = _setting(
+        0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model is not set; expected a checkpoint folder (rivet stage1)")
+        for name in (
+            "problems_per_family",
+            "samples_per_problem",
+            "batch_size",
+            "shard_size",
+            "max_attempts",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature is {self.temperature}; expected above 0: what is collected is to vary"
+            )
+        if not 0 <= self.max_fault_rate <= 1:
+            raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
+
+
+def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
+    """Collect, or go on with a collection that was interrupted.
+
+    Args:
+        config: What to sample.
+        experts: Whom the controller may consult; None opens those of `config.experts`.
+
+    Returns:
+        The folder of the trajectory store.
+
+    Raises:
+        eval.generate.FaultRateError: Infrastructure faults above `max_fault_rate`.
+        rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
+    """
+    problems = read_problems(config)
+    with RunDir.open(
+        config.output_dir,
+        config,
+        stage="collect",
+        overwrite=config.overwrite,
+        may_change=_NO_RESULT,
+    ) as folder:
+        store = TrajectoryStore(folder.path / STORE)
+        trajectories = asyncio.run(_collect(config, experts, problems, store))
+        results = summary(trajectories)
+        logger.info("collected %s", ", ".join(f"{k} {v}" for k, v in results.items()))
+        folder.finish(results)
+        return store.folder
+
+
+def read_problems(config: CollectConfig) -> list[Problem]:
+    """Training problems of the mini-world, or of a file, up to the limit."""
+    if config.problems == "miniworld":
+        problems = build_split("train", config.problems_per_family, config.problems_seed)
+    else:
+        problems = load_problems(config.problems)
+    return problems[: config.limit]
+
+
+def summary(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Counts of the rows by outcome; faulted ones are counted apart."""
+    outcomes = Counter(
+        "fault" if t.fault is not None else t.outcome or "ungraded" for t in trajectories
+    )
+    return {
+        "rows": len(trajectories),
+        "verified": sum(t.is_verified for t in trajectories),
+        "outcomes": dict(sorted(outcomes.items())),
+    }
+
+
+async def _collect(
+    config: CollectConfig,
+    experts: Experts | None,
+    problems: Sequence[Problem],
+    store: TrajectoryStore,
+) -> list[Trajectory]:
+    async with AsyncExitStack() as stack:
+        asked: Experts | str | None = None
+        if config.mode == "experts":
+            asked = experts or config.experts
+            if asked == "embedded":
+                configs = stack.enter_context(start_miniworld_experts())
+                asked = await stack.enter_async_context(ExpertPool(configs))
+        runtime = await stack.enter_async_context(
+            open_runtime(
+                config.model,
+                experts=asked,
+                max_completion_length=config.max_completion_length,
+                max_batch=config.batch_size,
+            )
+        )
+        return await sample(
+            runtime.engine,
+            runtime.grader,
+            problems,
+            prompts=runtime.prompts,
+            mode=config.mode,
+            sampling=SamplingParams(temperature=config.temperature),
+            store=store,
+            samples_per_problem=config.samples_per_problem,
+            seed=config.seed,
+            shard_size=config.shard_size,
+            concurrency=config.batch_size,
+            max_attempts=config.max_attempts,
+            max_fault_rate=config.max_fault_rate,
+            settings=runtime.describe(config.mode),
+            progress="collecting",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet collect RECIPE.yaml [--name value ...]`; prints the store's folder."""
+    parsed = parse_config(
+        CollectConfig,
+        argv,
+        prog="rivet collect",
+        description="Sample and grade trajectories over training problems, for Stage II.",
+    )
+    print(run(parsed.config))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
