@@ -1,0 +1,122 @@
+"""Charts: coordinates that mean what they say, labels escaped, edge cases without a crash."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from eval.charts import curve_panels, phase_table, result_charts
+from eval.plots import (
+    Bar,
+    interval_chart,
+    line_chart,
+    moving_average,
+    stacked_bars,
+    stacked_shares,
+    ticks,
+)
+
+
+def svg_of(chart: str) -> ElementTree.Element:
+    """The chart's SVG, parsed: so it is well-formed XML."""
+    return ElementTree.fromstring(chart[: chart.index("</svg>") + 6])
+
+
+def test_higher_values_are_drawn_higher_and_later_steps_further_right() -> None:
+    svg = svg_of(line_chart({"a": [(0, 0.1), (10, 0.9)]}, label="x", is_share=True))
+    low, high = svg.findall("circle")
+    assert float(low.attrib["cx"]) < float(high.attrib["cx"])
+    assert float(low.attrib["cy"]) > float(high.attrib["cy"])
+    assert [c.find("title").text for c in (low, high)] == ["a, 0: 10.0%", "a, 10: 90.0%"]
+
+
+def test_bars_are_as_long_as_their_shares() -> None:
+    svg = svg_of(stacked_bars({"r": {"right": 3, "wrong": 1, "fault": 0}}, label="x"))
+    widths = [float(r.attrib["width"]) for r in svg.findall("rect")]
+    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01) and len(widths) == 2
+    assert svg.find("rect/title").text == "r: right 3 of 4 (75.0%)"
+
+
+def test_an_interval_spans_its_bounds() -> None:
+    svg = svg_of(interval_chart([Bar("a", 0.5, 0.25, 1.0)], label="x"))
+    whisker = svg.find("g/line")
+    dot = float(svg.find("g/circle").attrib["cx"])
+    left, right = float(whisker.attrib["x1"]), float(whisker.attrib["x2"])
+    assert right - dot == pytest.approx(2 * (dot - left), abs=0.2)
+
+
+def test_stacked_shares_end_where_they_add_up() -> None:
+    chart = stacked_shares({"a": [(1, 0.25), (2, 0.25)], "b": [(1, 0.5), (2, 0.75)]}, label="x")
+    areas = [p.attrib["d"] for p in svg_of(chart).findall("path")]
+    tops = [[float(y) for y in re.findall(r",([\d.]+)", d)] for d in areas]
+    zero, one = max(tops[0]), min(tops[1])
+    assert tops[1][0] == pytest.approx(zero - 0.75 * (zero - one), abs=0.2)
+
+
+@pytest.mark.parametrize("chart", [line_chart, stacked_shares])
+def test_no_data_gives_no_chart_and_one_point_gives_one(chart) -> None:
+    assert chart({}, label="x") == ""
+    assert chart({"a": []}, label="x") == ""
+    svg_of(chart({"a": [(1, 0.5)]}, label="x"))
+
+
+def test_values_that_are_no_number_are_left_out() -> None:
+    chart = line_chart(
+        {"a": [(1, math.nan), (2, math.inf), (3, 1.0)], "b": [(1, math.nan)]}, label="x"
+    )
+    assert len(svg_of(chart).findall("circle")) == 1
+    assert "nan" not in chart and "inf" not in chart
+
+
+def test_labels_are_escaped() -> None:
+    bad = '<script>"&'
+    for chart in (
+        line_chart({bad: [(1, 1)], "b": [(1, 2)]}, label=bad),
+        stacked_shares({bad: [(1, 1)], "b": [(1, 0)]}, label=bad),
+        interval_chart([Bar(bad, 0.5, 0.4, 0.6)], label=bad, legend=[bad, "b"]),
+        stacked_bars({bad: {bad: 1, "b": 2}}, label=bad),
+    ):
+        assert "<script>" not in chart
+        svg_of(chart)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.7, 2.2), (0, 80), (1e-5, 3e-5), (0, 1e7), (5, 5)]
+)
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    values = ticks(low, high)
+    assert 1 <= len(values) <= 7
+    assert all(low - 1e-9 <= v <= high + 1e-9 for v in values)
+
+
+def test_the_moving_average_keeps_constants_and_slopes() -> None:
+    assert [y for _, y in moving_average([(n, 3.0) for n in range(100)])] == [3.0] * 100
+    line = moving_average([(n, 2.0 * n) for n in range(100)])
+    assert [y for _, y in line] == pytest.approx([2.0 * n for n in range(100)])
+    assert moving_average([(0, 1.0), (1, 5.0)]) == [(0, 1.0), (1, 5.0)]
+
+
+def test_panels_show_what_was_measured_and_nothing_else() -> None:
+    lines = [
+        {"step": n, "loss": 1.0, "route/share/calc": 0.5, "rollout/fault_rate": 0.0}
+        for n in range(5)
+    ]
+    html = curve_panels({"stage1": lines, "empty": []})
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+    assert titles == ["Whom the controller consults first", "Loss"]
+    assert "empty" not in html
+    faulted = [line | {"rollout/fault_rate": 0.1} for line in lines]
+    assert "Infrastructure faults" in curve_panels({"stage1": faulted})
+
+
+def test_phases_add_up_and_results_without_intervals_are_drawn() -> None:
+    table = phase_table(
+        [{"name": "a", "wall_s": 1.5, "cpu_s": 3.0}, {"name": "b", "wall_s": 2, "cpu_s": 0}]
+    )
+    assert "3.5" in table and "total" in table
+    assert phase_table([]) == ""
+    row = {"checkpoint": "c", "condition": "local", "accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6}
+    assert "50.0%" in result_charts([row | {"well_formed": 0.9}])

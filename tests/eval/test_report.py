@@ -1,0 +1,289 @@
+"""The report page: complete in itself, and model text is data wherever it comes from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import completion, trajectory_of
+
+from eval.report import ReportError, gather, main, read_metrics, write_report
+from eval.summary import summarise
+from eval.viewer import CHUNK, Shelf, pack_blocks, thin_out, unpack_block
+from rivet.rollout.types import RolloutRequest
+from rivet.store import TrajectoryStore
+from rivet.trajectory import Trajectory
+
+HOSTILE = (
+    "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='in'\">"
+    "<svg onload=alert(1)>--><style>*{display:none}</style>&lt;b&gt;\x00\u2028\U0001f600]]>"
+)
+
+
+class Page(HTMLParser):
+    """Collects tags and attributes of a page, and the text of its script elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.text: list[str] = []
+        self._script: dict[str, str | None] | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._script = dict(attrs) if tag == "script" else None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is not None:
+            self.scripts.append((self._script, data))
+            self._script = None
+        else:
+            self.text.append(data)
+
+
+@pytest.fixture
+def rows_of(tag_tokenizer):
+    """Makes graded rows whose every text is hostile, or plain."""
+
+    def make(count: int, text: str = HOSTILE, mode: Any = "experts") -> list[Trajectory]:
+        rows = []
+        for n in range(count):
+            request = RolloutRequest(
+                f"p{n}{text}",
+                tuple(tag_tokenizer.encode_untrusted(f"problem {n} {text}")),
+                mode=mode,
+                info={"family": f"gcd{text}", "gold": text, "extracted": text, "reason": text},
+            )
+            pieces = completion("numth", "6", mode=mode)
+            pieces[1:1] = []
+            foreign = tag_tokenizer.decode(tag_tokenizer.encode_untrusted(text))
+            pieces[1] = (pieces[1][0].replace("Use code.", foreign), pieces[1][1])
+            outcome = ("right", "wrong")[n % 2]
+            rows.append(
+                trajectory_of(
+                    tag_tokenizer, request, pieces, outcome=outcome, reward=float(n % 2 == 0)
+                )
+            )
+        return rows
+
+    return make
+
+
+def write_hostile(folder: Path, rows: list[Trajectory], tokenizer: Any) -> Path:
+    """A report in which everything that is not ours is hostile."""
+    TrajectoryStore(folder / "trajectories").write("part-00000", rows)
+    curves = folder / "metrics.jsonl"
+    lines = [
+        {"step": n, "loss": 1 / (n + 1), "reward/mean": n / 9, f"route/share/{HOSTILE}": 0.5}
+        for n in range(10)
+    ]
+    curves.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "lo')
+    summary = summarise(rows, competent={f"gcd{HOSTILE}": "numth"})
+    difference = {
+        "difference": 0.1,
+        "ci_low": 0.0,
+        "ci_high": 0.2,
+        "p_value": 0.03,
+        "n": 4,
+        "is_real": True,
+    }
+    return write_report(
+        folder,
+        rows=[{"checkpoint": HOSTILE, "condition": "experts", **summary}],
+        phases=[{"name": HOSTILE, "wall_s": 1.0, "cpu_s": 2.0}],
+        curves={HOSTILE: curves},
+        stores={HOSTILE: folder / "trajectories"},
+        tokenizer=tokenizer,
+        comparisons=[
+            {
+                "name": HOSTILE,
+                "a": HOSTILE,
+                "b": HOSTILE,
+                "accuracy_a": 0.1,
+                "accuracy_b": 0.2,
+                "overall": difference,
+                "by_source": {HOSTILE: difference},
+                "unpaired": 0,
+            }
+        ],
+        config={"note": HOSTILE},
+        title=f"report {HOSTILE}",
+    )
+
+
+def test_hostile_text_makes_no_markup_and_no_script(rows_of, tag_tokenizer, tmp_path) -> None:
+    page = Page(write_hostile(tmp_path, rows_of(4), tag_tokenizer).read_text("utf-8"))
+    own = [text for attrs, text in page.scripts if "type" not in attrs]
+    data = [attrs for attrs, _ in page.scripts if attrs.get("type") == "application/octet-stream"]
+    assert len(own) == 1 and "unpack" in own[0]  # viewer.js and nothing else
+    assert len(own) + len(data) == len(page.scripts) == 3
+    assert {tag for tag, _ in page.tags} & {"img", "iframe", "object", "link", "base"} == set()
+    assert sum(tag == "style" for tag, _ in page.tags) == 1
+    for _, attrs in page.tags:
+        assert not any(name.startswith("on") for name in attrs)
+        assert (attrs.get("href") or "#").startswith("#") and "src" not in attrs
+    shown = "".join(page.text)
+    assert "</script><script>document.title='broken'</script>" in shown  # as text
+
+
+def test_the_page_loads_nothing_and_allows_no_script_but_its_own(
+    rows_of, tag_tokenizer, tmp_path
+) -> None:
+    import base64
+    import hashlib
+
+    text = write_hostile(tmp_path, rows_of(4), tag_tokenizer).read_text("utf-8")
+    page = Page(text)
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
+    script = next(text for attrs, text in page.scripts if "type" not in attrs)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "http://" not in text and "https://" not in text and "@import" not in text
+
+
+def test_the_viewer_never_builds_markup_from_data() -> None:
+    script = (Path("eval") / "viewer.js").read_text("utf-8")
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "srcdoc",
+    ):
+        assert word not in script
+
+
+def test_what_the_viewer_unpacks_is_what_was_sampled(rows_of, tag_tokenizer, tmp_path) -> None:
+    rows = rows_of(CHUNK + 5)
+    page = Page(pack_blocks([Shelf("run", rows, tag_tokenizer, len(rows))]))
+    blocks = {attrs["id"]: unpack_block(text) for attrs, text in page.scripts}
+    assert list(blocks) == ["viewer-index", "viewer-chunk-0", "viewer-chunk-1"]
+    assert [row[1] for row in blocks["viewer-index"]["rows"]] == [t.id for t in rows]
+    texts = [*blocks["viewer-chunk-0"], *blocks["viewer-chunk-1"]]
+    for row, text in zip(rows, texts, strict=True):
+        assert "".join(span[2] for span in text["spans"]) == tag_tokenizer.decode(
+            row.completion_ids
+        )
+        assert [(s[0], s[1], s[3]) for s in text["spans"]] == [
+            (s.author, s.kind, len(s)) for s in row.segments
+        ]
+        assert text["prompt"] == tag_tokenizer.decode(row.prompt_ids)
+        assert dict(text["facts"])["gold"] == HOSTILE
+
+
+def test_facts_survive_json_whatever_they_are(rows_of, tag_tokenizer) -> None:
+    from dataclasses import replace
+
+    (row,) = rows_of(1, "x")
+    row = replace(row, seed=2**63 - 1, info=row.info | {"score": float("nan"), "gold": "\ud800"})
+    page = Page(pack_blocks([Shelf("run", [row], tag_tokenizer, 1)]))
+    facts = dict(unpack_block(page.scripts[1][1])[0]["facts"])
+    assert facts["seed"] == str(2**63 - 1) and facts["score"] == "nan" and facts["gold"] == "?"
+
+
+def test_more_trajectories_than_the_limit_are_thinned_out_evenly_and_the_page_says_so(
+    rows_of, tag_tokenizer, tmp_path
+) -> None:
+    assert thin_out(3, 10) == [0, 1, 2]
+    assert thin_out(10, 5) == [0, 2, 4, 6, 8]
+    stores = {}
+    for name, count in (("a", 30), ("b", 10)):
+        TrajectoryStore(tmp_path / name).write("part-00000", rows_of(count, name))
+        stores[name] = tmp_path / name
+    path = write_report(
+        tmp_path, rows=[], stores=stores, tokenizer=tag_tokenizer, max_trajectories=20
+    )
+    page = Page(path.read_text("utf-8"))
+    index = next(unpack_block(t) for a, t in page.scripts if a.get("id") == "viewer-index")
+    assert [(r["shown"], r["total"]) for r in index["runs"]] == [(15, 30), (5, 10)]
+    assert "20 of 40 are shown" in "".join(page.text)
+
+
+def test_a_report_of_rows_alone_has_no_viewer_and_no_script(tmp_path) -> None:
+    row = {
+        "checkpoint": "warm",
+        "condition": "local",
+        "accuracy": 0.063,
+        "ci_low": 0.046,
+        "ci_high": 0.085,
+        "n": 600,
+        "well_formed": 0.996,
+        "route_accuracy": None,
+    }
+    path = write_report(tmp_path, rows=[row])
+    page = Page(path.read_text("utf-8"))
+    assert page.scripts == [] and "6.3" in "".join(page.text)
+    assert (tmp_path / "report.md").read_text().count("| warm") == 1
+
+
+def test_markdown_holds_the_table_the_differences_and_the_times(
+    rows_of, tag_tokenizer, tmp_path
+) -> None:
+    write_hostile(tmp_path, rows_of(4), tag_tokenizer)
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert "| checkpoint" in text and "50.0" in text
+    assert "+10.0 points" in text and "| 1.0 | 2.0 |" in text
+
+
+def test_missing_curves_and_torn_lines_are_left_out(tmp_path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n[1]\n{"step": 2, "lo')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+    assert write_report(tmp_path, rows=[], curves={"x": tmp_path / "none.jsonl"}).is_file()
+
+
+def test_the_command_gathers_a_run_folder(rows_of, tag_tokenizer, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    rows = rows_of(4, "x")
+    TrajectoryStore(run / "eval" / "local" / "trajectories").write("part-00000", rows)
+    (run / "eval" / "results.json").write_text(
+        json.dumps({"rows": [{"checkpoint": "c", "condition": "local", **summarise(rows)}]})
+    )
+    (run / "stage1").mkdir()
+    (run / "stage1" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    tag_tokenizer.hf.save_pretrained(run / "stage1" / "checkpoint")
+    found = gather(run)
+    assert list(found["curves"]) == ["stage1"] and list(found["stores"]) == ["eval/local"]
+    assert main([str(run)]) == 0
+    page = Page((run / "report.html").read_text("utf-8"))
+    assert "report.html" in capsys.readouterr().out
+    assert {a.get("id") for a, _ in page.scripts} >= {"viewer-index", "viewer-chunk-0"}
+    with pytest.raises(ReportError, match="found no results.json"):
+        gather(tmp_path / "nothing")
+    assert main([str(tmp_path / "nothing")]) == 1
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_hostile_text_as_text(rows_of, tag_tokenizer, tmp_path) -> None:
+    path = write_hostile(tmp_path, rows_of(4), tag_tokenizer)
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+        "--disable-background-networking --disable-component-update --virtual-time-budget=10000"
+    ).split()
+    done = subprocess.run(
+        [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    page = Page(done.stdout)
+    html = next(attrs for tag, attrs in page.tags if tag == "html")
+    assert html.get("data-viewer") == "ready"
+    assert not any(tag in ("img", "iframe") for tag, _ in page.tags)
+    shown = "".join(page.text)
+    assert shown.count("report </script><script>document.title='broken'") == 2  # title, heading
+    assert "4 of 4 trajectories" in shown and shown.count("problem 0 </script>") == 1
