@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 
 import pytest
 from misbehaving import completion, http, serving
@@ -134,13 +136,30 @@ async def test_connections_are_kept_alive(server, config):
 
 
 def test_a_pool_serves_one_event_loop_after_the_other():
-    async def ask(pool: ExpertPool) -> str:
-        async with serving() as state:
-            pool._configs["algebra"] = ExpertConfig("algebra", "m", (state.url,), max_retries=0)
-            return (await pool.ask("algebra", "q")).status
+    def run_endpoint() -> None:
+        async def endpoint() -> None:
+            async with serving() as state:
+                started.put((state.url, asyncio.get_running_loop(), done))
+                await done.wait()
 
-    pool = ExpertPool([ExpertConfig("algebra", "m", ("http://127.0.0.1:9/v1",))])
-    assert [asyncio.run(ask(pool)) for _ in range(2)] == ["ok", "ok"]
+        done = asyncio.Event()
+        asyncio.run(endpoint())
+
+    started: queue.Queue = queue.Queue()
+    thread = threading.Thread(target=run_endpoint)
+    thread.start()
+    url, loop, done = started.get(timeout=30)
+    pool = ExpertPool([ExpertConfig("algebra", "m", (url,), max_retries=0, max_concurrency=1)])
+
+    async def ask_often() -> list[str]:
+        replies = await asyncio.gather(*(pool.ask("algebra", str(n)) for n in range(4)))
+        return [reply.status for reply in replies]
+
+    try:
+        assert [asyncio.run(ask_often()) for _ in range(2)] == [["ok"] * 4] * 2
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
 
 
 async def test_check_asks_every_url_of_every_expert_once_and_says_what_is_wrong(server, config):
