@@ -2,15 +2,14 @@
 
 The model's own forward runs on top of it, for any causal language model of `transformers` whose
 layers all have full attention and call the library's attention interface. A caller says which slots
-take part and where each token goes (`begin`), then runs the forward with the mask and position ids
-that it got. Right of a row's last token the slots hold rubbish that the mask hides; padding is
-written to one extra column that is never read.
+take part and where each token goes (`begin`), then runs the forward with the mask that it got.
+Right of a row's last token the slots hold rubbish that the mask hides; padding is written to one
+extra column that is never read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,6 @@ from transformers import AttentionInterface, Cache
 
 ATTENTION = "rivet_slots"
 _FIRST_COLUMNS = 128
-
-
-@dataclass(slots=True)
-class Step:
-    """What one forward needs beside the cache.
-
-    Attributes:
-        position_ids: Shape (B, Q).
-        attention_mask: Additive, shape (B, 1, Q, L).
-    """
-
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor
 
 
 class SlotCache(Cache):
@@ -60,7 +46,7 @@ class SlotCache(Cache):
 
     def begin(
         self, rows: Sequence[int], positions: torch.Tensor, *, is_real: torch.Tensor, length: int
-    ) -> Step:
+    ) -> torch.Tensor:
         """Prepare a forward over some slots.
 
         Args:
@@ -68,6 +54,9 @@ class SlotCache(Cache):
             positions: Position of each token, shape (B, Q); 0 for padding.
             is_real: False for padding, shape (B, Q).
             length: One past the largest position, L.
+
+        Returns:
+            The additive attention mask for it, shape (B, 1, Q, L).
         """
         self._reserve(max(rows) + 1, length)
         self._length = length
@@ -81,7 +70,14 @@ class SlotCache(Cache):
         hidden = columns > positions[..., None]  # (B, Q, L)
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         mask.masked_fill_(hidden, torch.finfo(self._dtype).min)
-        return Step(positions, mask[:, None])
+        return mask[:, None]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first columns of one row to others."""
+        self._reserve(max(targets) + 1, length)
+        index = torch.tensor(targets, device=self._device)
+        for stored in (*self._keys, *self._values):
+            stored[index, :, :length] = stored[source, :, :length]
 
     def update(
         self,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rivet.rollout.backend import BackendError, Generation, SamplingParams
+from rivet.rollout.decoder import SlotDecoder
 from rivet.rollout.local import LocalBackend
 from rivet.tokenization import ProtocolTokenizer
 
@@ -104,13 +105,13 @@ async def test_a_session_continued_over_splices_equals_a_fresh_run(model, tag_to
 
 async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeypatch) -> None:
     fed: list[int] = []
-    forward = LocalBackend._forward
+    forward = SlotDecoder._forward
 
-    def record(self: LocalBackend, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def record(self: SlotDecoder, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         fed.append(ids.shape[1])
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(LocalBackend, "_forward", record)
+    monkeypatch.setattr(SlotDecoder, "_forward", record)
     prompt, splice = random_prompts([40, 6])
     async with LocalBackend(qwen3, tag_tokenizer) as backend:
         got = await sample(backend, prompt, max_new_tokens=3, session="a")
@@ -121,6 +122,32 @@ async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeyp
         changed = [*prompt[:30], *splice]
         await sample(backend, changed, max_new_tokens=1, session="a")
         assert fed == [len(splice)]  # a prompt that turns off is computed from there
+
+
+async def test_prompts_with_a_common_beginning_share_its_computation(
+    model, tag_tokenizer, monkeypatch
+) -> None:
+    fed: list[tuple[int, ...]] = []
+    forward = SlotDecoder._forward
+
+    def record(self: SlotDecoder, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        fed.append(tuple(ids.shape))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(SlotDecoder, "_forward", record)
+    system, one, other = random_prompts([30, 10, 7])
+    prompts = [[*system, *one]] * 3 + [[*system, *other]]
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        got = await asyncio.gather(
+            *[sample(backend, p, seed=n, max_new_tokens=6) for n, p in enumerate(prompts)]
+        )
+        prefills = [shape for shape in fed if shape[1] > 1 or len(fed) < 3]
+        assert prefills[0] == (1, 40)  # the group's prompt, once
+        assert sum(rows * columns for rows, columns in prefills[1:]) <= 3 * 7
+        late = await sample(backend, [*system, *other[:2]], seed=9)  # from a slot that is free
+        assert fed[-len(late.ids)][1] == 2
+    for prompt, generation in [*zip(prompts, got, strict=True), ([*system, *other[:2]], late)]:
+        assert_logprobs(model, prompt, generation)
 
 
 async def test_results_do_not_depend_on_batch_mates(model, tag_tokenizer) -> None:
