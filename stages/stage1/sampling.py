@@ -1,22 +1,20 @@
 """Sampling for Stage I: the rollout engine over the trainer's own model, then the grader.
 
-Everything asynchronous lives in one event loop that runs only while a step is being sampled. The
-model object is the trainer's, so there are no weights to copy; cached states are dropped before
-each step, because the update in between has changed the weights.
+The engine lives in a background event loop. Its model object is the trainer's, so there are no
+weights to copy; cached states are dropped before each step, because the update in between has
+changed the weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import Protocol
 
-from rivet.rollout.engine import RolloutEngine
 from transformers import PreTrainedModel
 
+from data.miniworld.experts import EXPERTS
 from data.problems import Problem
 from eval.grade import Grades, grade_trajectory
 from rivet.experts.config import ExpertConfig
@@ -25,7 +23,9 @@ from rivet.grading import Grader
 from rivet.prompts import PromptBuilder
 from rivet.rewards import CostTerm, outcome_reward
 from rivet.rollout.backend import SamplingParams
+from rivet.rollout.engine import RolloutEngine
 from rivet.rollout.local import LocalBackend
+from rivet.rollout.runner import EngineRunner
 from rivet.rollout.types import RolloutRequest, rollout_seed
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
@@ -33,28 +33,18 @@ from rivet.trajectory import Trajectory
 from sandbox import PythonSandbox
 from stages.stage1.rollouts import Asked
 
-logger = logging.getLogger(__name__)
+_MAX_IN_FLIGHT = 1024
 
 
 class ExpertsUnavailableError(RuntimeError):
     """An expert did not answer the question that is asked before a run."""
 
 
-class Rollouts(Protocol):
-    """What is needed of the rollout engine."""
-
-    async def rollout(self, request: RolloutRequest) -> Trajectory:
-        """Sample one trajectory; infrastructure faults come back as `Trajectory.fault`."""
-        ...
-
-
 class EngineSource:
     """Samples and grades the rollouts of a step; implements `RolloutSource`.
 
     Args:
-        runner: Runs the coroutines.
-        engine: Samples.
-        backend: Told to forget cached states before each step.
+        runner: Holds the open engine over the trainer's model.
         grader: Grades.
         prompts: Builds prompts.
         temperature: Of the sampling, above 0.
@@ -64,10 +54,8 @@ class EngineSource:
 
     def __init__(
         self,
-        runner: asyncio.Runner,
+        runner: EngineRunner,
         *,
-        engine: Rollouts,
-        backend: LocalBackend,
         grader: Grades,
         prompts: PromptBuilder,
         temperature: float,
@@ -75,8 +63,6 @@ class EngineSource:
         cost: CostTerm,
     ) -> None:
         self._runner = runner
-        self._engine = engine
-        self._backend = backend
         self._grader = grader
         self._prompts = prompts
         self._sampling = SamplingParams(temperature=temperature)
@@ -85,20 +71,23 @@ class EngineSource:
 
     def sample(self, asked: Sequence[Asked]) -> list[Trajectory]:
         """Trajectories with outcome and reward set, in the order that they were asked for."""
-        self._backend.reset()
-        return self._runner.run(self._sample(asked))
+        return self._runner.call(self._sample(asked))
 
     async def _sample(self, asked: Sequence[Asked]) -> list[Trajectory]:
+        backend = self._runner.engine.backend
+        assert isinstance(backend, LocalBackend)
+        backend.reset()
+        gate = asyncio.Semaphore(_MAX_IN_FLIGHT)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._one(one)) for one in asked]
+            tasks = [group.create_task(self._one(one, gate)) for one in asked]
         return [task.result() for task in tasks]
 
-    async def _one(self, asked: Asked) -> Trajectory:
-        problem = asked.problem
-        trajectory = await self._engine.rollout(self._request(asked))
+    async def _one(self, asked: Asked, gate: asyncio.Semaphore) -> Trajectory:
+        async with gate:
+            trajectory = await self._runner.engine.rollout(self._request(asked))
         if trajectory.fault is None:
             trajectory = await grade_trajectory(
-                self._grader, problem, trajectory, self._prompts.tokenizer
+                self._grader, asked.problem, trajectory, self._prompts.tokenizer
             )
         return replace(trajectory, reward=outcome_reward(trajectory, self._cost))
 
@@ -144,34 +133,26 @@ def engine_source(
     Raises:
         ExpertsUnavailableError: An expert does not answer.
     """
-    with asyncio.Runner() as runner, Grader() as grader:
-        stack = AsyncExitStack()
 
-        async def open_all() -> tuple[LocalBackend, RolloutEngine]:
-            sandbox = await stack.enter_async_context(PythonSandbox())
-            pool = await stack.enter_async_context(ExpertPool(experts))
+    @asynccontextmanager
+    async def open_engine() -> AsyncIterator[RolloutEngine]:
+        async with (
+            PythonSandbox() as sandbox,
+            ExpertPool(experts) as pool,
+            LocalBackend(model, tokenizer, max_batch=batch_size) as backend,
+        ):
             await _check(pool)
-            backend = await stack.enter_async_context(
-                LocalBackend(model, tokenizer, max_batch=batch_size)
-            )
-            return backend, RolloutEngine(
-                backend, tokenizer, settings, experts=pool, sandbox=sandbox
-            )
+            yield RolloutEngine(backend, tokenizer, settings, experts=pool, sandbox=sandbox)
 
-        try:
-            backend, engine = runner.run(open_all())
-            yield EngineSource(
-                runner,
-                engine=engine,
-                backend=backend,
-                grader=grader,
-                prompts=PromptBuilder(tokenizer, settings),
-                temperature=temperature,
-                seed=seed,
-                cost=cost,
-            )
-        finally:
-            runner.run(stack.aclose())
+    with Grader() as grader, EngineRunner(open_engine) as runner:
+        yield EngineSource(
+            runner,
+            grader=grader,
+            prompts=PromptBuilder(tokenizer, settings),
+            temperature=temperature,
+            seed=seed,
+            cost=cost,
+        )
 
 
 async def _check(pool: ExpertPool) -> None:
@@ -187,8 +168,6 @@ async def _check(pool: ExpertPool) -> None:
 
 def right_experts(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, str]:
     """Problem id -> the expert that knows it, for problems of the mini-world's families."""
-    from data.miniworld.experts import EXPERTS
-
     by_family = {f: e.name for e in EXPERTS.values() for f in e.families if e.name in names}
     families = {p.id: str(p.meta.get("family", "")) for p in problems}
     return {i: by_family[family] for i, family in families.items() if family in by_family}

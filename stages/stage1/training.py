@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 
 from data.problems import Problem
@@ -95,7 +94,7 @@ def train(folder: RunDir, args: Stage1Config, start: Start, source: RolloutSourc
     )
     for line in folder.metrics():
         watch.update(line)
-    with interruptible() as stop, logging_redirect_tqdm():
+    with interruptible() as stop:
         callback = Stage1Callback(folder, stop, watch, args.collapse_alarm)
         trainer = build_trainer(folder, args, start, source, callback)
         if resume_from is not None:
