@@ -146,9 +146,13 @@ class RolloutEngine:
                 on_done(trajectory)
             return trajectory
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # after an exception: end the others and let them release their sessions
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(eq=False)
