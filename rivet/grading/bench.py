@@ -106,7 +106,7 @@ def interleave(grader: Grader, golds: Sequence[str], rounds: int) -> dict[str, S
     return series
 
 
-def integers_per_second(grader: Grader, count: int = 20_000) -> Series:
+def integers_per_second(grader: Grader, count: int) -> Series:
     """Measure plain integer answers at the end of a paragraph of reasoning."""
     series = Series()
     pairs = [(str(i % 997), rf"{_REASONING}\boxed{{{i % 998}}}") for i in range(count)]
@@ -119,12 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m rivet.grading.bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="passes over the golds")
+    parser.add_argument("--integers", type=int, default=20_000, help="integer answers to time")
     options = parser.parse_args(argv)
     golds, source = load_golds()
     with Grader(workers=2) as grader:
         grader.grade_sync(r"\boxed{x}", "x")
         series = interleave(grader, golds, options.rounds)
-        series["rivet integers"] = integers_per_second(grader)
+        series["rivet integers"] = integers_per_second(grader, options.integers)
         start = time.perf_counter()
         requests = [Request(rf"\boxed{{{gold}}}", gold) for gold in golds * 8]
         grader.grade_many(requests)

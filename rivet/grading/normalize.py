@@ -110,7 +110,7 @@ def normalize(text: str) -> str:
     text = re.sub(r"\*\*", "", text) if text.startswith("**") else text
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", text).rstrip()
-    return _ungroup(text)
+    return ungroup(text)
 
 
 def _currency(text: str) -> str:
@@ -180,9 +180,11 @@ def _plain_text_groups(text: str) -> str:
     return text
 
 
-def _ungroup(text: str) -> str:
+def ungroup(text: str) -> str:
     """Drop braces that enclose the whole answer."""
-    while text.startswith("{") and matching(text, 0) == len(text) - 1:
+    for _ in range(8):
+        if not (text.startswith("{") and matching(text, 0) == len(text) - 1):
+            break
         text = text[1:-1].strip()
     return text
 

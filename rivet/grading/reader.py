@@ -20,7 +20,7 @@ from rivet.grading.answers import (
     Words,
 )
 from rivet.grading.equality import is_near
-from rivet.grading.normalize import MAX_LENGTH, matching
+from rivet.grading.normalize import MAX_LENGTH, ungroup
 from rivet.grading.syntax import FUNCTIONS, parse
 from rivet.grading.units import split_unit
 from rivet.grading.verdict import Unreadable
@@ -48,7 +48,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d]|,\d)")
 _SPACED_THOUSANDS = re.compile(r"^([+-]?\s*[1-9]\d{0,2})((?: \d{3})+)(?![\d/ ]*[\d/])")
 _PLAIN_MIXED = re.compile(r"^([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.^])")
 _BASED = re.compile(
-    r"\(?([+-]?[\dA-Fa-f]*\d[\dA-Fa-f]*(?:\.\d+)?)\s*\)?\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))"
+    r"\(?([+-]?(?=[A-Fa-f]*\d)[\dA-Fa-f]+(?:\.\d+)?)\s*\)?\s*_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d+))"
 )
 _BASE_WORDS = re.compile(r"(\d[\dA-Fa-f]*)\s*_?\s*\{?\s*\\text\{\s*(?:in )?base\s*(\d+)\s*\}\s*\}?")
 _COLON = re.compile(r"\s*:\s*")
@@ -131,11 +131,8 @@ def _exact_side(exact: str, numeral: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Drop space, braces and parentheses around a whole text that holds one value."""
-    text = text.strip()
-    while text.startswith("{") and matching(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
+    """Drop space and braces around a whole text."""
+    return ungroup(text.strip())
 
 
 def _join_thousands(text: str) -> str:
@@ -364,6 +361,8 @@ def _colon(text: str) -> Colon:
     if half:
         text = text[: half.start()]
     parts = [part.strip() for part in _COLON.split(text)]
+    if len(parts) > 6:
+        raise Unreadable("too many parts of a ratio")
     if half and len(parts) == 1:
         parts.append("00")
     if any(not re.fullmatch(r"[A-Za-z0-9.+\-*/^{}()\\ ]+", part) for part in parts):

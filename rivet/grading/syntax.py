@@ -13,6 +13,7 @@ from rivet.grading.normalize import matching
 from rivet.grading.verdict import Unreadable
 
 MAX_DEPTH = 40
+MAX_SIZE = 300
 
 GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma "
@@ -117,7 +118,20 @@ class _Parser:
         self.text = text
         self.at = 0
         self.depth = 0
+        self.size = 0
         self.bars = 0
+
+    def grow(self) -> None:
+        """Count one part of the expression; the tree may be as deep as it has parts."""
+        self.size += 1
+        if self.size > MAX_SIZE:
+            raise Unreadable("too long an expression")
+
+    def enter(self) -> None:
+        """Go one level deeper."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("nested too deep")
 
     def space(self) -> None:
         while self.at < len(self.text) and self.text[self.at] == " ":
@@ -147,9 +161,7 @@ class _Parser:
         return Unreadable(f"{why} at {self.text[self.at : self.at + 20]!r}")
 
     def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deep")
+        self.enter()
         terms = [self.signed_product()]
         while self.peek() in ("+", "-"):
             terms.append(self.signed_product())
@@ -219,6 +231,7 @@ class _Parser:
 
     def exponent(self) -> Node:
         """Read an exponent: a group, or the number, symbol or call that follows."""
+        self.enter()
         negative = False
         while self.peek() in ("+", "-"):
             negative ^= self.text[self.at] == "-"
@@ -227,10 +240,12 @@ class _Parser:
         if self.peek() == "^":
             self.at += 1
             node = Node("pow", (node, self.exponent()))
+        self.depth -= 1
         return Node("neg", (node,)) if negative else node
 
     def postfix(self, node: Node) -> Node:
         while True:
+            self.grow()
             if self.peek() == "!":
                 self.at += 1
                 double = self.text[self.at : self.at + 1] == "!"
@@ -390,6 +405,12 @@ class _Parser:
         raise self.fail("an argument is missing")
 
     def macro(self) -> Node:
+        self.enter()
+        node = self.letter_or_command()
+        self.depth -= 1
+        return node
+
+    def letter_or_command(self) -> Node:
         letter = _TEXT.match(self.text, self.at)
         if letter:
             self.at = letter.end()

@@ -15,6 +15,7 @@ from rivet.grading.verdict import BadRequest, GradingError
 
 def main() -> None:
     """Serve requests until the input closes."""
+    sys.setrecursionlimit(5000)
     memory_mb, cpu_s = int(sys.argv[1]), int(sys.argv[2])
     limit = memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
