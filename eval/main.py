@@ -17,7 +17,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -202,13 +202,18 @@ async def _evaluate(
     competent: Mapping[str, str],
     output: Path,
 ) -> list[dict[str, Any]]:
-    async with open_runtime(
-        config.model,
-        experts=(experts or config.experts) if "experts" in config.conditions else None,
-        max_completion_length=config.max_completion_length,
-        max_batch=config.batch_size,
-        grading=config.grading,
-    ) as runtime:
+    async with AsyncExitStack() as stack:
+        if close := getattr(experts, "aclose", None):
+            stack.push_async_callback(close)  # its connections belong to this event loop
+        runtime = await stack.enter_async_context(
+            open_runtime(
+                config.model,
+                experts=(experts or config.experts) if "experts" in config.conditions else None,
+                max_completion_length=config.max_completion_length,
+                max_batch=config.batch_size,
+                grading=config.grading,
+            )
+        )
         return [
             await _evaluate_condition(config, runtime, problems, competent, mode, output / mode)
             for mode in config.conditions

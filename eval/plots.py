@@ -110,7 +110,7 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
         return ""
     left, step = 118, 26
     height = _TOP + step * len(bars) + _BOTTOM
-    scale = (_WIDTH - left - _RIGHT - 44) / 1.0
+    scale = _WIDTH - left - _RIGHT - 54  # room for the value's text
 
     def at(value: float) -> float:
         return left + value * scale

@@ -179,7 +179,10 @@ def _shelves(
     """Trajectories of every store that is there, thinned out evenly to the limit."""
     if tokenizer is None:
         return []
-    loaded = {label: TrajectoryStore(folder).load() for label, folder in stores.items()}
+    loaded = {
+        label: sorted(TrajectoryStore(folder), key=lambda t: (t.step, t.problem_id, t.sample_index))
+        for label, folder in stores.items()
+    }
     loaded = {label: rows for label, rows in loaded.items() if rows}
     total = sum(map(len, loaded.values()))
     shelves = []
