@@ -448,9 +448,10 @@ def _convert(value: Any, hint: Any) -> Any:
 def _convert_scalar(value: Any, kind: Any) -> Any:
     if kind is float and not isinstance(value, bool):
         try:  # YAML reads 5e-4 as text
-            return float(value) if isinstance(value, int | float | str) else _refuse()
+            number = float(value) if isinstance(value, int | float | str) else _refuse()
         except ValueError:
             _refuse()
+        return number if number == number else _refuse()  # NaN would pass every range check
     if kind is int:
         return value if isinstance(value, int) and not isinstance(value, bool) else _refuse()
     if isinstance(kind, type) and isinstance(value, kind):

@@ -25,7 +25,8 @@ from rivet.checkpoints import Dtype, find_checkpoint, load_model, load_tokenizer
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_folder, recover_folder
 from rivet.settings import FILE_NAME, ProtocolSettings
-from stages.model_card import ModelFacts, ResultRow, TrainingRun, read_results, write_card
+from stages.measurements import ResultRow, check_measured_on, read_results
+from stages.model_card import ModelFacts, TrainingRun, write_card
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +87,10 @@ class ExportConfig:
         metadata={"help": "Take only rows of this checkpoint (warm, stage1, stage2); empty: all."},
     )
     benchmark: str = field(
-        default="rivet mini-world (held out)",
-        metadata={"help": "What the results were measured on, where a row does not say."},
+        default="",
+        metadata={
+            "help": "What the results were measured on, where neither a row nor its run says."
+        },
     )
     runs: list[str] = field(
         default_factory=list,
@@ -126,6 +129,7 @@ def run(config: ExportConfig) -> Path:
 
     Raises:
         CheckpointError: The folder is no checkpoint, or a broken one.
+        ResultsError: A results file is broken, or was measured on other weights.
         ExportError: The target is taken, or the export does not reproduce the logits.
         SettingsError: Its `rivet.json` is missing or of another version.
     """
@@ -134,7 +138,7 @@ def run(config: ExportConfig) -> Path:
     recover_folder(target)
     _check_target(target, config.overwrite)
     settings = ProtocolSettings.load(source)
-    results = _results(config)
+    results = _results(config, source)
     runs = [TrainingRun.load(folder) for folder in _run_folders(config, source)]
     logger.info("loading %s", source)
     tokenizer = load_tokenizer(source)
@@ -172,18 +176,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
 
 
-def _results(config: ExportConfig) -> list[ResultRow]:
-    rows = [
-        row
-        for path in config.results
-        for row in read_results(Path(path), default_benchmark=config.benchmark)
-    ]
-    wanted = config.results_checkpoint
-    chosen = [row for row in rows if not wanted or row.checkpoint == wanted]
-    if rows and not chosen:
-        there = sorted({row.checkpoint for row in rows})
-        raise ExportError(f"results_checkpoint: no row of {wanted!r}; the files have {there}")
-    return chosen
+def _results(config: ExportConfig, source: Path) -> list[ResultRow]:
+    found = []
+    for path in map(Path, config.results):
+        rows = read_results(path, benchmark=config.benchmark, checkpoint=config.results_checkpoint)
+        check_measured_on(path, rows, source)
+        found += rows
+    return found
 
 
 def _run_folders(config: ExportConfig, source: Path) -> list[Path]:

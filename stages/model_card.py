@@ -6,7 +6,6 @@ into the card's `model-index`, which `huggingface_hub` parses as `EvalResult`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rivet.runs import RunDir, RunDirError
 from rivet.settings import ProtocolSettings
+from stages.measurements import ResultRow
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
-
-
-class ResultsError(ValueError):
-    """A results file cannot be read; the message names the file and the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +29,6 @@ class ModelFacts:
     dtype: str
     license: str
     base_model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResultRow:
-    """One measurement: accuracy in [0, 1] with its 95% interval over `n` problems."""
-
-    benchmark: str
-    condition: str
-    accuracy: float
-    ci_low: float
-    ci_high: float
-    n: int
-    checkpoint: str = ""
-    well_formed: float | None = None
-
-    def __post_init__(self) -> None:
-        shares = (self.accuracy, self.ci_low, self.ci_high)
-        if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in shares):
-            raise ValueError(f"accuracy and its interval must lie in [0, 1], got {shares}")
-        if not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"n must be a count of problems, got {self.n!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +64,6 @@ class TrainingRun:
         return True
 
 
-def read_results(path: Path, *, default_benchmark: str) -> list[ResultRow]:
-    """Rows of a results file: `{"rows": [{"condition", "accuracy", "ci_low", ...}]}`.
-
-    Raises:
-        ResultsError: The file or a row is not as expected.
-    """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultsError(
-            f'{path}: cannot be read ({error!r}); expected JSON with "rows", as `rivet eval` and '
-            "`rivet demo` write"
-        ) from error
-    results = []
-    for n, row in enumerate(rows, 1):
-        try:
-            results.append(
-                ResultRow(
-                    benchmark=str(row.get("benchmark") or default_benchmark),
-                    condition=row["condition"],
-                    accuracy=row["accuracy"],
-                    ci_low=row["ci_low"],
-                    ci_high=row["ci_high"],
-                    n=row["n"],
-                    checkpoint=str(row.get("checkpoint", "")),
-                    well_formed=row.get("well_formed"),
-                )
-            )
-        except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise ResultsError(f"{path}: row {n}: {error!r}") from error
-    return results
-
-
 def write_card(
     folder: Path,
     facts: ModelFacts,
@@ -143,7 +85,7 @@ def write_card(
         pipeline_tag="text-generation",
         base_model=facts.base_model,
         tags=["rivet", "math", "tool-use", "expert-distillation"],
-        model_name=facts.name,
+        model_name=facts.name if expected else None,
         eval_results=expected or None,
         metrics=["accuracy"] if expected else None,
     )
@@ -154,7 +96,7 @@ def write_card(
             _how_to_run(settings),
             _results_section(results),
             _training_section(runs),
-            _limits_section(),
+            _limits_section(bool(results)),
             f"## Licence\n\n{facts.license}",
         ]
     )
@@ -266,10 +208,11 @@ def _training_section(runs: Sequence[TrainingRun]) -> str:
     return "\n".join(lines)
 
 
-def _limits_section() -> str:
+def _limits_section(is_measured: bool) -> str:
+    scope = " What it does on other problems than the benchmarks above is not known."
     return (
         "## Limits\n\n"
         "It runs programs that it writes: run it in rivet's sandbox or one of your own. Replies "
-        "that it writes in an expert's name are its own words and can be wrong. Measured on the "
-        "benchmarks above only."
+        "that it writes in an expert's name are its own words and can be wrong."
+        f"{scope if is_measured else ''}"
     )

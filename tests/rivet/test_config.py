@@ -185,6 +185,7 @@ def test_a_choice_named_off_is_not_taken_for_a_boolean(tmp_path: Path) -> None:
     [
         (["--stepz", "3"], "--stepz: unknown setting; did you mean steps?"),
         (["--steps", "1.5"], "--steps: got 1.5 (number), expected integer"),
+        (["--rate", "nan"], "--rate: got nan (text), expected number"),
         (["--steps"], "--steps: got no value, expected integer"),
         (["--steps", "1", "2"], "--steps: got [1, 2] (list), expected integer"),
         (["a.yaml", "b.yaml"], "command line: unexpected argument 'b.yaml'"),

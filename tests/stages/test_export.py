@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from eval.runtime import weights_fingerprint
 from rivet.checkpoints import CheckpointError
 from rivet.files import atomic_write_json
 from rivet.prompts import PromptBuilder
@@ -26,9 +30,9 @@ from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDir
 from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
 from rivet.tokenization import ProtocolTokenizer
-from stages import export
+from stages import export, export_check
 from stages.export import ExportConfig, ExportError
-from stages.model_card import ResultsError
+from stages.measurements import ResultsError
 
 SETTINGS = ProtocolSettings(
     prompt="bare",
@@ -108,6 +112,7 @@ def test_an_export_holds_everything_and_gives_the_same_logits(
             name="mini",
             results=[str(tmp_path / "results.json")],
             results_checkpoint="stage2",
+            benchmark="two sums",
             runs=[str(tmp_path / "run")],
         )
     )
@@ -137,7 +142,7 @@ def test_an_export_holds_everything_and_gives_the_same_logits(
     assert measured["local"].metric_value == 0.6326 and measured["experts"].metric_value == 0.87
     assert measured["local"].metric_args["ci95"] == [0.5926, 0.6626]
     assert len(card.data.eval_results) == 2  # the warm checkpoint's row is not this model's
-    assert "| local | 63.3 | 59.3 to 66.3 | 600 | 98.0 |" in card.text
+    assert "| two sums | local | 63.3 | 59.3 to 66.3 | 600 | 98.0 |" in card.text
     assert "| stage2 |" in card.text and "| 3 |" in card.text
 
 
@@ -180,8 +185,14 @@ def test_an_export_that_gives_other_logits_gets_no_name(
         tensors = reference(*args)
         return {**tensors, "logits.1": tensors["logits.1"] + 1e-3}
 
+    def in_this_process(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = export_check.main(command[-2:])
+        return subprocess.CompletedProcess(command, code, out.getvalue(), "")
+
     reference = export._reference
     monkeypatch.setattr(export, "_reference", shifted)
+    monkeypatch.setattr(export.subprocess, "run", in_this_process)
     target = tmp_path / "out"
     with pytest.raises(ExportError, match="logits differ by 0.001 after loading"):
         export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(target)))
@@ -260,6 +271,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
         ('{"no": 1}', "cannot be read"),
         (json.dumps({"rows": [{**ROWS[0], "accuracy": 63.2}]}), r"row 1: .*\[0, 1\]"),
         (json.dumps({"rows": [{"condition": "local"}]}), "row 1: KeyError"),
+        (json.dumps({"rows": ROWS[1:]}), "no row of checkpoint 'warm'; it has stage2"),
     ],
 )
 def test_results_that_are_no_measurements_are_refused(
@@ -268,9 +280,58 @@ def test_results_that_are_no_measurements_are_refused(
     path = tmp_path / "results.json"
     path.write_text(content)
     config = ExportConfig(
-        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), results=[str(path)]
+        checkpoint=str(checkpoint),
+        output_dir=str(tmp_path / "out"),
+        results=[str(path)],
+        results_checkpoint="warm",
+        benchmark="two sums",
     )
     with pytest.raises(ResultsError, match=message):
+        export.run(config)
+
+
+def evaluation(folder: Path, weights: str) -> Path:
+    """What an evaluation on a file of problems leaves."""
+    with RunDir.open(folder, {"problems": "data/sums.jsonl"}, stage="eval") as run:
+        run.write_json("results.json", {"rows": ROWS[1:2]})
+        store = folder / "local" / "trajectories"
+        store.mkdir(parents=True)
+        atomic_write_json(store / "settings.json", {"weights": weights})
+        run.finish()
+    return folder / "results.json"
+
+
+def test_the_benchmark_is_that_of_the_evaluation(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    results = evaluation(tmp_path / "eval", weights_fingerprint(checkpoint))
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), results=[str(results)]
+        )
+    )
+    measured = ModelCard.load(target / "README.md").data.eval_results
+    assert [(r.dataset_name, r.dataset_type) for r in measured] == [("sums.jsonl", "sums-jsonl")]
+
+
+def test_another_models_results_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    results = evaluation(tmp_path / "eval", "0123")
+    config = ExportConfig(
+        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), results=[str(results)]
+    )
+    with pytest.raises(ResultsError, match="condition local was measured on other weights"):
+        export.run(config)
+
+
+def test_results_without_a_benchmark_ask_for_one(checkpoint: Path, tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "results.json", {"rows": ROWS})
+    config = ExportConfig(
+        checkpoint=str(checkpoint),
+        output_dir=str(tmp_path / "out"),
+        results=[str(tmp_path / "results.json")],
+    )
+    with pytest.raises(ResultsError, match="row 1: .*names no benchmark; set --benchmark"):
         export.run(config)
 
 
