@@ -36,7 +36,7 @@ _GRACE_S = 30.0  # past the limits that the slot itself enforces
 _END_S = 5.0  # for the processes to end on request
 _ATTEMPTS = 3
 _CHUNK = 256 * 1024
-_PROGRAM = """
+PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 os.dup2(int(sys.argv[3]), 3, inheritable=False)
@@ -333,7 +333,7 @@ class PythonSandbox:
                 "use_huge_pages": self._use_huge_pages,
             }
         )
-        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _PROGRAM]
+        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", PROGRAM]
         with theirs:
             self._zygote = subprocess.Popen(
                 [*command, str(_SOURCE), config, str(theirs.fileno())],
@@ -342,7 +342,7 @@ class PythonSandbox:
                 stderr=self._errors,
                 pass_fds=(theirs.fileno(),),
                 cwd="/",
-                env=_clean_environment(),
+                env=clean_environment(),
             )
 
     def _drop_zygote(self) -> None:
@@ -510,7 +510,7 @@ def _shut(connection: socket.socket) -> None:
         pass
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """Return all that the inside sees of the environment: no secret, no path of a home."""
     environment = {
         "PATH": "/usr/bin:/bin",

@@ -75,6 +75,26 @@ class Report:
         REPORT.pack_into(self._memory, 0, state, is_cut, len(value_raw), len(error_raw), wall, cpu)
 
 
+def prepare() -> None:
+    """Set up, before any fork, what every call starts with: an empty `__main__`, its streams.
+
+    The streams are unbuffered, so that what was printed before a kill is kept.
+    """
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = io.TextIOWrapper(
+            io.FileIO(number, "w", closefd=False),
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    random.seed(0)
+
+
 def run_cells(
     cells: Sequence[str],
     report: Report,
@@ -90,20 +110,15 @@ def run_cells(
         hidden_paths: host folder -> what an error text shows instead.
         on_last_cell: called right before the reported cell starts.
     """
-    module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
-    _fresh_streams()
-    random.seed(0)
     report.write(STARTED)
+    module = sys.modules["__main__"]
     try:
         if len(cells) > 1:
             _replay(cells[:-1], module.__dict__)
         on_last_cell()
         value = _run_cell(cells[-1], CELL_NAME, module.__dict__)
         text = "" if value is None else repr(value)
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as the interpreter does
-        atexit._run_exitfuncs()
+        _finish_like_the_interpreter()
         _flush()
         report.write(OK, text)
         return 0
@@ -120,17 +135,12 @@ def run_cells(
         return 1
 
 
-def _fresh_streams() -> None:
-    """Unbuffered streams: what was printed before a kill is kept."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(
-            io.FileIO(number, "w", closefd=False),
-            encoding="utf-8",
-            errors="backslashreplace",
-            write_through=True,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+def _finish_like_the_interpreter() -> None:
+    """Wait for threads that are no daemons and call what was registered for the exit."""
+    if threading.active_count() > 1:
+        threading._shutdown()  # type: ignore[attr-defined]
+    if atexit._ncallbacks():
+        atexit._run_exitfuncs()
 
 
 def _flush() -> None:

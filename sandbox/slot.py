@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from sandbox import jail, kernel, runner, seccomp, wire
 from sandbox.result import SandboxLimits, Status
 
+_CORES = os.cpu_count() or 1
+_TICK_S = 0.002
 _MAX_CALLS = 5000  # then the slot is replaced, which bounds whatever a kernel object may keep
 
 
@@ -48,6 +50,9 @@ class Slot:
         self.reserved = set() if layers.lacks("scratch") else set(os.listdir(jail.SCRATCH))
         self.scratch_mode = os.stat(jail.SCRATCH).st_mode if not layers.lacks("scratch") else 0
         self.calls = 0
+        self.first_look_s = min(limits.cpu_s / _CORES, limits.wall_s, 0.1)
+        self.poller = select.poll()
+        self.poller.register(connection, select.POLLHUP | select.POLLRDHUP)
 
     def greet(self) -> None:
         """Tell the client that the slot is ready and which layers hold."""
@@ -74,7 +79,7 @@ class Slot:
         self.calls += 1
         streams = os.memfd_create("stdout"), os.memfd_create("stderr")
         started = time.monotonic()
-        pid = os.fork()
+        pid = kernel.fork()
         if pid == 0:
             _child(self, streams, cells)
         ending, cpu_s = self._watch(pid, started, cells)
@@ -91,45 +96,53 @@ class Slot:
         return is_clean
 
     def _watch(self, pid: int, started: float, cells: int) -> tuple[Ending, float]:
-        """Wait for the child's end, or bring it about at a limit."""
-        limits = self.limits
+        """Wait for the child's end, or bring it about at a limit.
+
+        Until the first wake-up as little as possible happens here: what this process writes
+        while the child lives costs a copied page each.
+        """
         child = _open_pid(pid)
-        poller = select.poll()
-        poller.register(self.connection, select.POLLHUP | select.POLLRDHUP)
         if child >= 0:
-            poller.register(child, select.POLLIN)
-        clock = (~pid << 3) | 2  # the CPU clock of another process
+            self.poller.register(child, select.POLLIN)
+        is_known = child >= 0
+        wait_s = self.first_look_s if is_known else _TICK_S
         reason: Status | None = None
-        status, usage = 0, None
         while True:
-            now = time.monotonic()
-            cpu = _clock(clock)
-            _, _, _, _, wall_mark, cpu_mark = self.report.read()
-            # The marks come from the child: they may only bring an end nearer, never move it out.
-            wall_end = started + limits.wall_s * cells
-            cpu_end = limits.cpu_s * cells
-            if wall_mark > 0:
-                wall_end = min(wall_end, wall_mark + limits.wall_s)
-                cpu_end = min(cpu_end, cpu_mark + limits.cpu_s)
-            if not reason and (now >= wall_end or cpu >= cpu_end):
-                reason = "timeout"
-                os.kill(pid, signal.SIGKILL)
-            wait_s = min(wall_end - now, max(cpu_end - cpu, 0.01) / _CORES)
-            if wall_mark == 0:  # look again soon: the reported cell has not begun
-                wait_s = min(wait_s, 0.1)
-            wait_s = max(wait_s, 0.002) if child >= 0 else 0.002
-            events = poller.poll(None if reason and child >= 0 else wait_s * 1000)
-            if any(where == self.connection.fileno() for where, _ in events):
-                os._exit(0)  # the client is gone, or no longer wants this call
+            for where, _ in self.poller.poll(None if reason and is_known else wait_s * 1000):
+                if where != child:
+                    os._exit(0)  # the client is gone, or no longer wants this call
             done, status, usage = os.wait4(pid, os.WNOHANG)
             if done == pid:
                 break
-        if child >= 0:
+            wait_s = self._time_left(pid, started, cells)
+            if wait_s <= 0 and not reason:
+                reason = "timeout"
+                os.kill(pid, signal.SIGKILL)
+            wait_s = max(wait_s, _TICK_S) if is_known else _TICK_S
+        if is_known:
+            self.poller.unregister(child)
             os.close(child)
         cpu_s = usage.ru_utime + usage.ru_stime
         if reason:
             return Ending(reason), cpu_s
-        return self._judge(status, is_over_cpu=cpu_s >= cpu_end), cpu_s
+        return self._judge(status, is_over_cpu=cpu_s >= self.limits.cpu_s), cpu_s
+
+    def _time_left(self, pid: int, started: float, cells: int) -> float:
+        """Return the seconds until the next look at the clocks; 0 when a limit is reached."""
+        limits = self.limits
+        wall_mark, cpu_mark = self.report.read()[4:]
+        # The marks come from the child: they may only bring an end nearer, never move it out.
+        wall_end, cpu_end = started + limits.wall_s * cells, limits.cpu_s * cells
+        if wall_mark > 0:
+            wall_end = min(wall_end, wall_mark + limits.wall_s)
+            cpu_end = min(cpu_end, cpu_mark + limits.cpu_s)
+        wall_left = wall_end - time.monotonic()
+        cpu_left = cpu_end - _clock((~pid << 3) | 2)  # the CPU clock of another process
+        if wall_left <= 0 or cpu_left <= 0:
+            return 0.0
+        # several threads may use up the CPU seconds that many times faster
+        wait_s = min(wall_left, max(cpu_left / _CORES, 0.01))
+        return wait_s if wall_mark > 0 else min(wait_s, 0.1)
 
     def _judge(self, status: int, *, is_over_cpu: bool) -> Ending:
         """Name the end of a child that was not killed by the slot."""
@@ -204,9 +217,6 @@ class Slot:
         except OSError:
             return False
         return True
-
-
-_CORES = os.cpu_count() or 1
 
 
 def _clock(clock: int) -> float:

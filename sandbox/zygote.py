@@ -19,7 +19,7 @@ import socket
 import sys
 import sysconfig
 
-from sandbox import jail, kernel, seccomp, wire
+from sandbox import jail, kernel, runner, seccomp, wire
 from sandbox.result import SandboxLimits
 from sandbox.slot import Slot
 
@@ -105,7 +105,7 @@ class Zygote:
         pid_read, pid_write = os.pipe()
         go_read, go_write = os.pipe()
         plan = jail.JailPlan(self.code_paths, self.disabled, number % 100_000, self.base_bytes)
-        between = os.fork()
+        between = kernel.fork()
         if between == 0:
             try:
                 os.close(pid_read)
@@ -113,7 +113,7 @@ class Zygote:
                 signal.set_wakeup_fd(-1)
                 layers = jail.Layers()
                 jail.enter_namespaces(plan, layers)
-                pid = os.fork()
+                pid = kernel.fork()
                 if pid == 0:
                     self._be_slot(plan, layers, connection, go_read)
                 os.write(pid_write, str(pid).encode())
@@ -235,6 +235,18 @@ def _warm_up() -> None:
         pass
 
 
+def prepare(*, use_huge_pages: bool) -> None:
+    """Bring this process into the state in which it is cheap to fork."""
+    _warm_up()
+    gc.collect()
+    gc.freeze()  # else a collection in a child writes to, and so copies, every page
+    if use_huge_pages:
+        try:
+            kernel.collapse_to_huge_pages()
+        except OSError:
+            pass
+
+
 def main(config_text: str, hidden_folder: str) -> None:
     """Become the zygote; called by the client in a fresh interpreter.
 
@@ -244,19 +256,15 @@ def main(config_text: str, hidden_folder: str) -> None:
     """
     config = json.loads(config_text)
     sys.path[:] = [path for path in sys.path if path not in ("", hidden_folder)]
-    _warm_up()
+    prepare(use_huge_pages=config["use_huge_pages"])
     sys.set_int_max_str_digits(config["limits"]["int_digits"])
     zygote = Zygote(config)
     for name in [name for name in sys.modules if name.split(".")[0] == "sandbox"]:
         del sys.modules[name]
     sys.argv = [""]
+    sys.orig_argv[:] = [""]
     atexit._clear()
-    gc.collect()
+    runner.prepare()
     gc.freeze()
-    if config["use_huge_pages"]:
-        try:
-            kernel.collapse_to_huge_pages()
-        except OSError:
-            pass
     zygote.serve()
     os._exit(0)

@@ -68,7 +68,6 @@ def test_exit_codes(box):
 def test_cpu_limit_keeps_partial_output(box):
     result = box.run_sync("print('half', end='')\nwhile True: pass")
     assert (result.status, result.stdout) == ("timeout", "half")
-    assert result.cpu_s >= box.limits.cpu_s
 
 
 def test_wall_limit_ends_a_sleeper(box):
