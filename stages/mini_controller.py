@@ -69,10 +69,9 @@ def build_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    pieces = list(corpus)
     # Every pair of digits and every word must be a token, however rare in this sample of text.
     pairs = [f"{number:02d}" for number in range(100)]
-    backend.train_from_iterator([*pieces, *[*pairs, *words] * len(pieces)], trainer)
+    backend.train_from_iterator([*corpus, *[*pairs, *words] * 1000], trainer)
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in control])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -33,12 +33,13 @@ from rivet.prompts import PromptBuilder
 from rivet.protocol import STOP_EXPERT, parse, split_reply
 from rivet.rollout.backend import SamplingParams
 from rivet.rollout.local import LocalBackend
+from rivet.rollout.splice import Splice, Splicer
 from rivet.rollout.types import RolloutLimits, rollout_seed
 from rivet.runs import RunDir
 from rivet.settings import FILE_NAME as SETTINGS_FILE
 from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
-from rivet.trajectory import Author, Trajectory
+from rivet.trajectory import Trajectory
 from stages.mini_controller import build_model, build_tokenizer
 from stages.stage2.config import WeightedSFTConfig, setting
 from stages.stage2.dataset import to_dataset
@@ -154,39 +155,24 @@ def render(
     Raises:
         AssertionError: The result is not well formed, so a script or the layout is broken.
     """
-    style = settings.style
-    ids: list[int] = []
-    authors: list[Author] = []
-
-    def tag(author: Author, text: str) -> None:
-        put(author, tokenizer.encode(text))
-
-    def text(author: Author, content: str) -> None:
-        put(author, tokenizer.encode_untrusted(content))
-
-    def put(author: Author, tokens: Sequence[int]) -> None:
-        ids.extend(tokens)
-        authors.extend([author] * len(tokens))
-
-    tag("controller", style.open("expert", dialogue.expert))
-    text("controller", dialogue.request)
-    tag("controller", style.close("expert"))
-    tag("expert", style.open("reply", dialogue.expert))
+    style, splicer = settings.style, Splicer(tokenizer, settings.style)
+    splice = Splice()
+    splice.add("controller", tokenizer.encode(style.open("expert", dialogue.expert)))
+    splice.add("controller", tokenizer.encode_untrusted(dialogue.request))
+    splice.add("controller", tokenizer.encode(style.close("expert")))
+    splice.add("expert", splicer.open_reply(dialogue.expert))
     for kind, piece in split_reply(dialogue.reply):
         if kind == "text":
-            text("expert", piece + settings.after_tag)
-            continue
-        tag("expert", style.open("python"))
-        text("expert", piece + settings.after_tag)
-        tag("expert", style.close("python"))
-        tag("environment", style.open("output"))
-        text("environment", dialogue.output + settings.after_tag)
-        tag("environment", style.close("output"))
-    tag("expert", style.close("reply"))
-    tag("controller", "<answer>\\boxed{")
-    text("controller", dialogue.answer)
-    tag("controller", "}" + style.close("answer").removesuffix(settings.after_tag))
-    put("controller", [tokenizer.eos_id])
+            splice.add("expert", splicer.foreign(piece)[0])
+        else:
+            splice.add("expert", splicer.program(piece))
+            splice.extend(splicer.output(dialogue.output, settings.limits.max_output_length))
+    splice.add("expert", splicer.close_reply())
+    splice.add("controller", tokenizer.encode("<answer>\\boxed{"))
+    splice.add("controller", tokenizer.encode_untrusted(dialogue.answer))
+    splice.add("controller", [*tokenizer.encode("}</answer>"), tokenizer.eos_id])
+    ids = [token for _, tokens in splice.runs for token in tokens]
+    authors = [author for author, tokens in splice.runs for _ in tokens]
     scanner = parse(tokenizer, ids, authors)
     assert not scanner.problem(), (scanner.problem(), dialogue)
     return Trajectory(
