@@ -37,7 +37,16 @@ _FONT = (
     r"text|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox|mathrm|mathbf|mathit|"
     r"mathsf|mathtt|mathnormal|boldsymbol|bm|bold|rm|bf|emph"
 )
-_FONT_GROUP = re.compile(rf"\\(?:{_FONT})\s*\{{((?:[^{{}}\\]|\\.)*)\}}")
+_FONT_GROUP = re.compile(rf"\\(?:{_FONT})\s*\{{((?:[^{{}}\\]|\\.|\^\{{-?\d\}})*)\}}")
+_DECORATION = re.compile(
+    r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}|\\checkmark(?![a-zA-Z])"
+    r"|\\underline(?=\s*\{)"
+)
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}")
+_LABEL = re.compile(
+    r"^(?:\\text\{\s*)?(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|:|=)\s*(?:\}\s*:?)?(?!\s*$)",
+    re.IGNORECASE,
+)
 _FONT_SWITCH = re.compile(r"\\(?:rm|bf|it|displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])")
 _OPERATOR_NAME = re.compile(r"\\operatorname\*?\s*\{\s*([a-zA-Z]+)\s*\}")
 _SIZE = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?(?=\s*\S|$)")
@@ -98,7 +107,7 @@ def normalize(text: str) -> str:
     text = _SPACE_COMMAND.sub(" ", text)
     text = _SIZE.sub("", text)
     text = _DELIMITER.sub(" ", text)
-    text = _unbox(text)
+    text = _DECORATION.sub(" ", _unbox(text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _FONT_SWITCH.sub(" ", text)
     text = _OPERATOR_NAME.sub(r"\\\1 ", text)
@@ -106,9 +115,15 @@ def normalize(text: str) -> str:
     for pattern, spelled in _SYNONYMS:
         text = pattern.sub(spelled, text)
     text = _plain_text_groups(text)
+    text = _UNIT_FRACTION.sub(r"\\text{ \1/\2}", text)
     text = _ORDINAL.sub("", text)
     text = re.sub(r"\*\*", "", text) if text.startswith("**") else text
     text = re.sub(r"\s+", " ", text).strip()
+    label = _LABEL.match(text)
+    if label:
+        rest = text[label.end() :]
+        text = rest if label.group().count("{") == label.group().count("}") else "\\text{" + rest
+    text = re.sub(r"\bsq\.", "sq", text)
     text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", text).rstrip()
     return ungroup(text)
 
@@ -168,6 +183,7 @@ def _plain_text_groups(text: str) -> str:
     def spell(match: re.Match[str]) -> str:
         inner = match.group(1)
         is_label = re.fullmatch(r"\s*\([A-Z]\)[\s.:]*", inner)
+        inner = re.sub(r"\^\{(-?\d)\}", r"^\1", inner)
         if re.search(r"[^\W\d_]", inner) and "\\" not in inner and not is_label:
             return f"\\text{{{inner}}}"
         return f" {inner} "

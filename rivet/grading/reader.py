@@ -153,8 +153,8 @@ def _words(text: str) -> Words | None:
         return None
     if not any(len(run) >= 3 or run.lower() in _SHORT_WORDS for run in runs):
         return None
-    folded = re.sub(r"^(?:the|an) (?=\w)", "", plain.casefold())
-    return Words(folded)
+    folded = re.sub(r"^(?:the|an?) (?=\w{2})", "", plain.casefold())
+    return Words("empty set" if folded in ("no solution", "no solutions") else folded)
 
 
 def _outside_brackets(text: str) -> list[bool]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rivet.grading.answers import Answer, Listing, Ordered, Quantity, RealLine, Relation, Union
 from rivet.grading.equality import equal, infinity_sign
 from rivet.grading.evaluate import Evaluator, is_constant
-from rivet.grading.syntax import Node
+from rivet.grading.syntax import Node, number
 
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 _INFINITY = Node("constant", name="infty")
@@ -39,7 +39,7 @@ def as_reals(answer: Answer) -> Reals | None:
     """Return the set of reals that an answer states, or None when it states none."""
     if isinstance(answer, Relation):
         return _from_relation(answer)
-    if isinstance(answer, Listing) and answer.items and answer.joined_by in ("or", "and"):
+    if isinstance(answer, Listing) and answer.items and not answer.is_set:
         return _from_conditions(answer)
     pieces = _pieces(answer)
     return None if pieces is None else Reals(_tidy(pieces))
@@ -127,6 +127,9 @@ def _from_relation(relation: Relation) -> Reals | None:
         unknown = _unknown(relation.sides[0])
         inner = as_reals(relation.sides[1])
         return Reals(inner.pieces, unknown) if unknown and inner else None
+    magnitude = _from_magnitude(relation)
+    if magnitude is not None:
+        return magnitude
     sides, operators = list(relation.sides), list(relation.operators)
     names = [_unknown(side) for side in sides]
     if sum(name is not None for name in names) != 1 or len(sides) > 3:
@@ -148,6 +151,23 @@ def _from_relation(relation: Relation) -> Reals | None:
             return None
         pieces = narrowed
     return Reals(_tidy(pieces), names[at])
+
+
+def _from_magnitude(relation: Relation) -> Reals | None:
+    """Read `|x| < a` and `|x| > a` for a constant a."""
+    left, right = relation.sides[0], _bound(relation.sides[-1])
+    if len(relation.sides) != 2 or not isinstance(left, Quantity) or left.node.op != "abs":
+        return None
+    inner, operator = left.node.args[0], relation.operators[0]
+    if inner.op != "symbol" or right is None or not is_constant(right):
+        return None
+    if operator not in ("<", "<=", ">", ">=") or _compare(right, number(0)) <= 0:
+        return None
+    closed, minus = operator.endswith("="), Node("neg", (right,))
+    if operator.startswith("<"):
+        return Reals((Piece(minus, closed, right, closed),), inner.name)
+    below = Piece(_MINUS_INFINITY, False, minus, closed)
+    return Reals((below, Piece(right, closed, _INFINITY, False)), inner.name)
 
 
 def _narrow(pieces: list[Piece], direction: str, bound: Node) -> list[Piece] | None:
@@ -175,7 +195,13 @@ def _narrow(pieces: list[Piece], direction: str, bound: Node) -> list[Piece] | N
 
 
 def _from_conditions(listing: Listing) -> Reals | None:
-    """Read `x < -1 or x > 1` as a union and `x > 1 and x < 3` as an intersection."""
+    """Read `x < -1 or x > 1` as a union and `x > 1 and x < 3` as an intersection.
+
+    A comma says neither, except before an excluded point: `-1 < x < 1, x \\ne 0`.
+    """
+    excludes = any(isinstance(i, Relation) and i.operators == ("!=",) for i in listing.items[1:])
+    if listing.joined_by == "," and not excludes:
+        return None
     sets = [as_reals(item) for item in listing.items]
     if any(part is None or part.unknown is None for part in sets):
         return None

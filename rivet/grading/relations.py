@@ -56,7 +56,9 @@ def stated_value(relation: Relation, gold: Node) -> Answer | None:
     if len(quantities) == 2 and is_constant(first.node) and _name(last) is not None:
         return first
     if is_constant(first.node):
-        return last if equal(first.node, last.node) else None
+        # `3 + 5 = 8` is a sum worked out; `0 = 0` says nothing.
+        is_worked_out = first.node != last.node and equal(first.node, last.node)
+        return last if is_worked_out else None
     name = _name(first)
     if name is not None:
         return None if name in _mentioned(last.node) else last

@@ -32,7 +32,7 @@ _ACCENTS = frozenset("vec dot ddot bar hat tilde overline widehat mathcal mathbf
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 
 _NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+(?![\d.]))?|\.\d+(?:[eE][+-]?\d+(?![\d.]))?")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\overline\s*\{\s*(\d+)\s*\}")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\s*")
 _LETTERS = re.compile(r"[A-Za-z]+")
@@ -414,7 +414,7 @@ class _Parser:
         letter = _TEXT.match(self.text, self.at)
         if letter:
             self.at = letter.end()
-            return Node("symbol", name=letter.group(1) + self.decoration())
+            return self.symbol(letter.group(1))
         name = self.command()
         if not name:
             raise self.fail("cannot read")

@@ -59,6 +59,8 @@ _define("money", "1", "dollar buck USD")
 _define("money", "1/100", "cent")
 _define("euro", "1", "euro EUR")
 _define("angle", "1", "degree deg")
+_define("celsius", "1", "degreesC celsius")
+_define("fahrenheit", "1", "degreesF fahrenheit")
 _define("radian", "1", "rad radian")
 _define("ounce", "1", "oz ounce")
 _define("gallon", "1", "gal gallon")
@@ -73,7 +75,7 @@ for _name in (
 
 _SINGLE_LETTERS = frozenset("mgslLhJNWVACK")
 _TAIL = re.compile(
-    r"(?P<tail>(?:\s*(?:\\text\{[^{}]*\}|\\degree|%|(?<![A-Za-z\\])[A-Za-z]{2,}|/(?=\s*(?:\\text|[A-Za-z]{2}))"
+    r"(?P<tail>(?:\s*(?:\\text\{[^{}]*\}|\\degree(?:\s*[CF](?![a-zA-Z]))?|%|(?<![A-Za-z\\])[A-Za-z]{2,}|/(?=\s*(?:\\text|[A-Za-z]{2}))"
     r"|\\cdot(?=\s*\\text))(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?)+)\s*$"
 )
 
@@ -116,6 +118,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 def read_unit(text: str) -> Unit | None:
     """Read unit words such as `\\text{ cm}^2` or `miles per hour`; None when any is unknown."""
+    text = re.sub(r"\\degree\s*(?:\\text\{\s*)?([CF])\s*\}?(?![a-zA-Z])", r" degrees\1 ", text)
     text = text.replace("%", " percent ").replace(r"\degree", " degree ")
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\\cdot", " ", text)

@@ -10,6 +10,8 @@ from rivet.grading.decide import decide_math
 
 RIGHT = {
     "integer": [
+        ("5", r"\text{Answer: } 5"), ("5", r"\text{The answer is } 5"),
+        ("5", r"{\color{red}5}"), ("5", r"\underline{5}"),
         ("42", "42."), ("42", "42.0"), ("42", r"\text{42}"), ("42", "$42$"), ("42", "+42"),
         ("42", r"42\!"), ("42", "042"), ("42", r"4.2\times10^1"), ("100", "1e2"), ("100", "10^2"),
         ("7", r"\lfloor 7.9 \rfloor"), ("7", "7,"), ("7", r"\frac{7}{1}"), ("0", "-0"),
@@ -38,6 +40,8 @@ RIGHT = {
         (r"12.5\%", r"\frac18"), ("1", r"100\%"),
     ],
     "units": [
+        ("10", r"10\ \mathrm{m\,s^{-1}}"),
+        ("10", r"10\frac{\text{m}}{\text{s}}"), ("10", r"10\,^\circ\mathrm{C}"),
         ("12", r"12 \text{ apples}"), ("12", r"12\text{ square units}"),
         (r"5 \text{ cm}", r"5\,\mathrm{cm}"), (r"5 \text{ cm}", r"5\text{ centimeters}"),
         (r"5 \text{ cm}", r"50\text{ mm}"), ("5", r"5\text{ m}"), ("5", r"5\text{ m/s}"),
@@ -49,6 +53,8 @@ RIGHT = {
         (r"9 \text{ a.m.}", r"9\text{:}00 \text{ a.m.}"),
     ],
     "interval": [
+        (r"(-2,1) \cup (1,3)", r"(-2,3) \setminus \{1\}"), ("-1<x<1", "|x|<1"),
+        (r"(-2,1) \cup (1,3)", r"-2<x<3, x \ne 1"), (r"x<-1 \text{ or } x>1", "|x|>1"),
         ("[0,1]", r"0 \le x \le 1"), ("[0,1)", r"0\leq x<1"), ("[0,1]", r"\{x : 0 \le x \le 1\}"),
         (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2)"),
         (r"(-\infty, 2) \cup (3, \infty)", r"x<2 \text{ or } x>3"),
@@ -81,7 +87,7 @@ RIGHT = {
     "equation": [
         ("y=2x+3", "y = 3+2x"), ("y=2x+3", "2x+3"), ("y=2x+3", "2x-y+3=0"), ("x=5", "5"),
         ("x=5", "5=x"), ("5", "x=5"), ("f(x)=2x", "2x"), ("f(x)=2x", "f(n)=2n"),
-        ("x^2+y^2=4", "2x^2+2y^2=8"), ("5x - 7y + 4 = 0", "-5x+7y-4=0"), ("8", "3+5=8"),
+        ("x^2+y^2=4", "2x^2+2y^2=8"), ("5x - 7y + 4 = 0", "-5x+7y-4=0"), ("8", "3+5=8"), ("8", "x=y=8"),
         ("3", "n = 2+1 = 3"), ("3", "3 = n"), ("12", "m+n=12"), ("12", "m+n=5+7=12"),
         ("0", "x=0"), ("25", r"|AB| = 25"), ("x = 3", r"x = \frac{6}{2} = 3"),
     ],
@@ -103,6 +109,8 @@ RIGHT = {
         (r"I(0) e^{-t}", r"\frac{I(0)}{e^{t}}"), ("3:4", "3 : 4"), (r"\infty", r"+\infty"),
     ],
     "text": [
+        (r"\text{Evelyn}", "The answer is Evelyn"),
+        (r"\text{hyperbola}", r"\text{a hyperbola}"), (r"\emptyset", r"\text{no solution}"),
         (r"\text{Evelyn}", "evelyn"), (r"\text{even}", r"\textbf{even}"),
         (r"\text{ellipse}", r"\text{an ellipse}"), ("yes", r"\text{Yes}"), ("12", "12th"),
         ("12", r"12^{\text{th}}"), (r"\text{12th}", "12"), ("1, 3", r"\text{1 and 3}"),
@@ -204,6 +212,7 @@ WRONG = {
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \\ 0 \end{pmatrix}"),
     ],
     "equation": [
+        ("0", "0=0"), ("5", "5 = x = 6"),
         ("y=2x+3", "y=2x+4"), ("y=2x+3", "y=2x+3, x>0"), ("x=5", "2x=10"), ("5", "2x=10"),
         ("5", "x+1=6"), ("10", "2x=10"), ("x=5", "y=5"), ("f(x)=2x", "f(x)=3x"),
         ("x^2+y^2=4", r"y=\sqrt{4-x^2}"), ("8", "3+5=9"), ("8", "9=8"), ("0", "x-y=0"),
@@ -224,7 +233,7 @@ WRONG = {
         (r"\frac{1}{x}+10^{-30}", r"\frac{1}{x}"), ("0", "e^{-1000}"), ("0", r"\frac{1}{10^{50}}"),
     ],
     "text": [
-        (r"\text{Evelyn}", "The answer is Evelyn"), (r"\text{even}", "odd"), ("yes", "no"),
+        (r"\text{Evelyn}", "Ask Evelyn"), (r"\text{even}", "odd"), ("yes", "no"),
         (r"\text{Navin}", r"\text{Navin or Bob}"), (r"\text{Navin}", r"\text{not Navin}"),
         ("abc", "cba"), ("no", "on"), (r"\text{Type II}", r"\text{Type I}"),
     ],
@@ -255,6 +264,9 @@ WRONG = {
         ("1", r"2\frac{1}{2}"), ("2", "2 2/3"),
     ],
     "several guesses": [
+        ("4", r"\text{at least } 4"), ("4", r"4\pm0.1"), ("4", "4*"), ("4", "4'"),
+        ("4", r"\neg 4"), ("4", r"4 \mod 5"), ("4", r"\sim 4"), ("4", r"4 \to 5"), ("4", "4k"),
+        ("4", r"\overline{4}"), ("4", "f(4)"), ("4", "4+"), ("4", r"\frac{4}"), ("4", "2+2=4=5"),
         ("7", "7 or 8"), ("7", "7/8"), ("7", "7 8"), ("7", r"7\\8"), ("7", r"7 \text{ or so}"),
         ("7", r"\text{not } 7"), ("7", r"7 \cup 8"), ("7", "7|8"), ("7", "7&8"), ("7", r"7\ldots"),
         ("7", r"\boxed{7} \boxed{8}"), ("7", r"\begin{cases}7&x>0\\8&x<0\end{cases}"),
