@@ -18,7 +18,6 @@ import dataclasses
 import difflib
 import sys
 import textwrap
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,16 +25,14 @@ from pathlib import Path
 from typing import (
     Any,
     Generic,
-    Literal,
     NoReturn,
     TypeVar,
-    Union,
-    get_args,
-    get_origin,
     get_type_hints,
 )
 
 import yaml
+
+from rivet.typed_values import Mismatch, describe, first_fit, fits
 
 C = TypeVar("C")
 
@@ -80,10 +77,6 @@ class _Setting:
     where: str
     name: str
     readings: tuple[Any, ...]
-
-
-class _Mismatch(Exception):
-    """A value does not fit a type."""
 
 
 def parse_config(
@@ -186,30 +179,6 @@ def help_text(
     return "\n".join(lines)
 
 
-def describe(hint: Any) -> str:
-    """A type as a reader of an error message would say it.
-
-    >>> describe(float | None)
-    'number or null'
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    if _is_union(hint):
-        names = [describe(arg) for arg in args if arg is not type(None)]
-        names += ["null"] if type(None) in args else []
-        return " or ".join(dict.fromkeys(names))
-    if origin is Literal:
-        return " | ".join(str(arg) for arg in args)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return " | ".join(str(member.value) for member in hint)
-    if origin in (list, tuple, set, frozenset) or hint in (list, tuple, set, frozenset):
-        inner = [describe(arg) for arg in args if arg is not Ellipsis]
-        return f"list of {' or '.join(dict.fromkeys(inner))}" if inner else "list"
-    if origin is dict or hint is dict:
-        return "mapping"
-    names_of = {bool: "true | false", int: "integer", float: "number", str: "text", Path: "path"}
-    return names_of.get(hint) or str(getattr(hint, "__name__", hint))
-
-
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -278,7 +247,7 @@ def _setting_of_tokens(cls: type, where: str, name: str, tokens: list[str]) -> _
 
 def _takes_bare(cls: type, name: str) -> bool:
     hint = _hints(cls).get(name, bool)
-    return _fits(True, hint) or _fits([], hint)
+    return fits(True, hint) or fits([], hint)
 
 
 def _scalar(token: str) -> Any:
@@ -341,8 +310,8 @@ def _resolve(
             faults.append(f"{_label(setting)}: unknown setting{near}")
             continue
         try:
-            given[setting.name] = _first_fit(setting.readings, hints[setting.name])
-        except _Mismatch:
+            given[setting.name] = first_fit(setting.readings, hints[setting.name])
+        except Mismatch:
             faults.append(f"{_label(setting)}: {_complaint(setting, hints[setting.name])}")
             given.setdefault(setting.name, None)  # reported; not also missing
     values = {}
@@ -380,7 +349,7 @@ def _complaint(setting: _Setting, hint: Any) -> str:
     near = ""
     if isinstance(got, str):
         near = _nearest(got, expected.split(" | "))
-    elif not isinstance(got, list | dict) and _fits("text", hint):
+    elif not isinstance(got, list | dict) and fits("text", hint):
         near = "; put it in quotes"
     kind = "" if got is None or isinstance(got, bool) else f" ({describe(type(got))})"
     return f"got {_shown(got)}{kind}, expected {expected}{near}"
@@ -395,99 +364,6 @@ def _shown(value: Any) -> str:
 def _nearest(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-# --- types --------------------------------------------------------------------------------------
-
-
-def _first_fit(readings: Sequence[Any], hint: Any) -> Any:
-    for reading in readings:
-        try:
-            return _convert(reading, hint)
-        except _Mismatch:
-            continue
-    raise _Mismatch
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    try:
-        _convert(value, hint)
-    except _Mismatch:
-        return False
-    return True
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """A value as the type that a field declares.
-
-    Raises:
-        _Mismatch: It does not fit without guessing.
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if _is_union(hint):
-        exact = [a for a in args if isinstance(a, type) and type(value) is a]
-        return _first_of(value, [*exact, *args])
-    if origin is Literal:
-        matches = [arg for arg in args if arg == value and type(arg) is type(value)]
-        return matches[0] if matches else _refuse()
-    if hint is None or hint is type(None):
-        return None if value is None else _refuse()
-    kind = origin or hint
-    if kind in (list, tuple, set, frozenset):
-        return _convert_items(value, kind, args)
-    if kind in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            _refuse()
-        key_hint, value_hint = args or (Any, Any)
-        return {_convert(k, key_hint): _convert(v, value_hint) for k, v in value.items()}
-    return _convert_scalar(value, kind)
-
-
-def _convert_scalar(value: Any, kind: Any) -> Any:
-    if kind is float and not isinstance(value, bool):
-        try:  # YAML reads 5e-4 as text
-            number = float(value) if isinstance(value, int | float | str) else _refuse()
-        except ValueError:
-            _refuse()
-        return number if number == number else _refuse()  # NaN would pass every range check
-    if kind is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _refuse()
-    if isinstance(kind, type) and isinstance(value, kind):
-        return value
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        matches = [member for member in kind if member.value == value]
-        return matches[0] if matches else _refuse()
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    return _refuse()
-
-
-def _convert_items(value: Any, kind: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(value, str | Mapping) or not isinstance(value, list | tuple | set | frozenset):
-        _refuse()
-    items = list(value)
-    if kind is tuple and args and Ellipsis not in args:
-        if len(items) != len(args):
-            _refuse()
-        return tuple(_convert(item, arg) for item, arg in zip(items, args, strict=True))
-    return kind(_convert(item, args[0] if args else Any) for item in items)
-
-
-def _first_of(value: Any, hints: Sequence[Any]) -> Any:
-    for hint in hints:
-        if _fits(value, hint):
-            return _convert(value, hint)
-    return _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise _Mismatch
-
-
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType)
 
 
 # --- dataclasses --------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from rivet.config import ConfigError, describe, load_config, own_fields, parse_config, to_plain
+from rivet.config import ConfigError, load_config, own_fields, parse_config, to_plain
+from rivet.typed_values import describe
 
 ROOT = Path(__file__).parents[2]
 
