@@ -80,7 +80,9 @@ class Stage1Config(GRPOConfig):
         1.0, "Factor of the tokens with which the controller names an expert, at least 0."
     )
     route_entropy: float = _setting(
-        0.0, "Coefficient of the mean entropy of the tokens that name an expert, at least 0."
+        0.0,
+        "The entropy of each token that names an expert counts like an advantage of this size, "
+        "at least 0; too much and names are made up.",
     )
     drop_flat_groups: bool | None = _setting(None, "Leave groups out whose rewards are all equal.")
     importance_clip: float | None = _setting(

@@ -68,7 +68,10 @@ def run(config: Stage1Config) -> Path:
         Interrupted: A signal asked to stop; the step is saved.
     """
     assert config.output_dir is not None
+    # What can be wrong with the input is found before anything is written or started.
     problems = read_problems(config)
+    settings = ProtocolSettings.load(config.model)
+    listed = None if config.experts == "embedded" else load_experts(config.experts)
     with RunDir.open(
         config.output_dir,
         config,
@@ -77,8 +80,8 @@ def run(config: Stage1Config) -> Path:
         may_change=_MAY_CHANGE,
     ) as folder:
         args = trainer_arguments(config, folder, len(problems))
-        with open_experts(config.experts) as experts:
-            start = load_start(args, problems, experts)
+        with open_experts(listed) as experts:
+            start = load_start(args, settings, problems, experts)
             with engine_source(
                 start.model,
                 start.tokenizer,
@@ -112,10 +115,12 @@ def read_problems(config: Stage1Config) -> list[Problem]:
 
 
 def load_start(
-    args: Stage1Config, problems: list[Problem], experts: Sequence[ExpertConfig]
+    args: Stage1Config,
+    settings: ProtocolSettings,
+    problems: list[Problem],
+    experts: Sequence[ExpertConfig],
 ) -> Start:
     """Load the controller; it may name the experts that this run has."""
-    settings = ProtocolSettings.load(args.model)
     limits = settings.limits
     if args.max_completion_length is not None:
         limits = replace(limits, max_completion_length=args.max_completion_length)
@@ -141,14 +146,14 @@ def _model_arguments(args: Stage1Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_experts(experts: str) -> Iterator[list[ExpertConfig]]:
-    """The experts of a file, or the mini-world's own, served while this is open."""
-    if experts == "embedded":
-        logger.info("starting the mini-world's experts")
-        with start_miniworld_experts() as configs:
-            yield configs
-    else:
-        yield load_experts(experts)
+def open_experts(listed: list[ExpertConfig] | None) -> Iterator[list[ExpertConfig]]:
+    """The experts that were listed; without a list the mini-world's own, served meanwhile."""
+    if listed is not None:
+        yield listed
+        return
+    logger.info("starting the mini-world's experts")
+    with start_miniworld_experts() as configs:
+        yield configs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

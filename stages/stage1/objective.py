@@ -43,7 +43,8 @@ class ObjectiveSettings:
         negative_weight: Factor of the controller's tokens of bad trajectories (A < 0), except
             for its route tokens.
         route_weight: Factor of the controller's route tokens.
-        route_entropy: Coefficient of the mean entropy over the controller's route tokens.
+        route_entropy: The entropy of each of the controller's route tokens counts as much in its
+            sum as an advantage of this size.
         drop_flat_groups: Groups whose rewards are all equal train nothing and are not counted
             in N.
         scale: Standard deviation that advantages are divided by.
@@ -198,13 +199,12 @@ def trained(advantages: Advantages, is_void: Tensor, settings: ObjectiveSettings
 
 
 def token_counts(roles: TokenRoles, is_trained: Tensor) -> Tensor:
-    """Numbers of controller, expert and route tokens of trained trajectories, shape (3,).
+    """Numbers of controller and expert tokens of trained trajectories, shape (2,).
 
     With many processes, sum them before `token_weights`.
     """
     row = is_trained.unsqueeze(1)
-    masks = (roles.controller, roles.expert, roles.route)
-    return torch.stack([(mask & row).sum() for mask in masks])
+    return torch.stack([(mask & row).sum() for mask in (roles.controller, roles.expert)])
 
 
 def token_weights(
@@ -224,9 +224,9 @@ def token_weights(
         advantages: A_i, shape (B*G,).
         is_right: Verdict of the grader, shape (B*G,).
         is_trained: z_i from `trained`, shape (B*G,).
-        counts: From `token_counts`, over all processes, shape (3,).
+        counts: From `token_counts`, over all processes, shape (2,).
     """
-    num_controller, num_expert, num_route = counts.to(advantages.dtype).clamp(min=1)
+    num_controller, num_expert = counts.to(advantages.dtype).clamp(min=1)
     row = is_trained.unsqueeze(1)
     controller, expert = roles.controller & row, roles.expert & row
     own = _controller_weights(settings, roles, advantages)
@@ -238,7 +238,7 @@ def token_weights(
         spliced = spliced * num_controller / num_expert
     weights = torch.where(controller, own, torch.where(expert, spliced, 0.0))
     in_loss = controller | expert if settings.expert_weight else controller
-    entropy = (roles.route & row) * (settings.route_entropy / num_route)
+    entropy = (roles.route & row) * (settings.route_entropy / num_items)
     return TokenWeights(weights, in_loss.to(weights.dtype), entropy, num_items)
 
 

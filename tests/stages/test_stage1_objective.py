@@ -109,10 +109,10 @@ def rows(weights: torch.Tensor) -> list[list[float]]:
     return [[round(x, 9) for x in row] for row in weights.tolist()]
 
 
-def test_counts_are_of_controller_expert_and_route_tokens_of_trained_rows() -> None:
+def test_counts_are_of_controller_and_expert_tokens_of_trained_rows() -> None:
     # Row 0: c r c c = 4 controller, 2 expert; row 1: c r = 2 controller, 2 expert.
-    assert token_counts(roles(), torch.tensor([True, True])).tolist() == [6, 4, 2]
-    assert token_counts(roles(), torch.tensor([True, False])).tolist() == [4, 2, 1]
+    assert token_counts(roles(), torch.tensor([True, True])).tolist() == [6, 4]
+    assert token_counts(roles(), torch.tensor([True, False])).tolist() == [4, 2]
 
 
 def test_paper_gives_every_token_the_shared_signed_advantage() -> None:
@@ -185,11 +185,11 @@ def test_negative_advantages_of_other_tokens_are_softened_and_routes_amplified()
     assert rows(result.weights) == [[2, 16, 2, 0, 0, 0, 2], [-0.5, -8, 0, 0, 0, 0, 0]]
 
 
-def test_entropy_acts_on_route_tokens_of_trained_rows_as_a_mean() -> None:
-    result = weigh(preset("positive", route_entropy=0.08))
-    assert rows(result.entropy_weights) == [[0, 0.04, 0, 0, 0, 0, 0]] + [[0, 0.04] + [0] * 5]
-    half = weigh(preset("positive", route_entropy=0.08), is_trained=torch.tensor([True, False]))
-    assert rows(half.entropy_weights) == [[0, 0.08, 0, 0, 0, 0, 0], [0] * 7]
+def test_entropy_acts_on_route_tokens_of_trained_rows_in_the_controllers_sum() -> None:
+    result = weigh(preset("positive", route_entropy=0.06))  # 6 controller tokens
+    assert rows(result.entropy_weights) == [[0, 0.01, 0, 0, 0, 0, 0]] + [[0, 0.01] + [0] * 5]
+    half = weigh(preset("positive", route_entropy=0.06), is_trained=torch.tensor([True, False]))
+    assert rows(half.entropy_weights) == [[0, 0.015, 0, 0, 0, 0, 0], [0] * 7]
 
 
 @pytest.mark.parametrize("expert_loss", ["paper", "positive", "luffy", "ce", "mask"])
@@ -266,7 +266,7 @@ def test_weights_give_the_gradient_of_the_objective_in_float64() -> None:
             ratio = (logps[i, t] - logps[i, t].detach()).exp()
             surrogate = torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
             if author == "r":
-                objective = objective + 8.0 * surrogate / 6 + 0.08 * entropies[i, t] / 2
+                objective = objective + (8.0 * surrogate + 0.08 * entropies[i, t]) / 6
             elif author == "c":
                 objective = objective + (1.0 if a > 0 else 0.5) * surrogate / 6
             elif author == "e":

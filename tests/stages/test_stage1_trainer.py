@@ -235,7 +235,6 @@ def objective_gradient(trajectories: list[Trajectory]) -> dict[str, torch.Tensor
     tokens = [(t, n) for t in trajectories for n in range(len(t.completion_ids))]
     controller = sum(t.authors[n] == "controller" for t, n in tokens)
     expert = sum(t.authors[n] == "expert" for t, n in tokens)
-    route = sum(t.authors[n] == "controller" and t.kinds[n] == "route" for t, n in tokens)
     total = torch.zeros(())
     deviation = math.sqrt((9 / 16 + 3 / 16) / 3)
     for t in trajectories:
@@ -248,7 +247,7 @@ def objective_gradient(trajectories: list[Trajectory]) -> dict[str, torch.Tensor
         for n, token in enumerate(t.completion_ids):
             logp, author, kind = logps[n, token], t.authors[n], t.kinds[n]
             if author == "controller" and kind == "route":
-                total = total + 8 * a * logp / controller + 0.08 * entropies[n] / route
+                total = total + (8 * a * logp + 0.08 * entropies[n]) / controller
             elif author == "controller":
                 total = total + (a if a > 0 else 0.5 * a) * logp / controller
             elif author == "expert":
