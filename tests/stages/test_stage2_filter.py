@@ -109,7 +109,9 @@ def test_short_evaluation_problems_are_recognised_when_equal(
     filtered = filter_trajectories([base], RULES, is_contaminated=check)
     assert bool(filtered.kept) != is_dropped
     if is_dropped:
-        assert {"rule": "no evaluation problem", "dropped": 1, "kept": 0} in filtered.funnel["rules"]
+        assert {"rule": "no evaluation problem", "dropped": 1, "kept": 0} in filtered.funnel[
+            "rules"
+        ]
 
 
 def test_long_evaluation_problems_are_recognised_by_a_run_of_words(
