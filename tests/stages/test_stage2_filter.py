@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, load_dataset
+from stage2_world import SETTINGS, faulty, ids_of, trajectories, trajectory
 
 from data.problems import Problem
 from rivet.prompts import PromptBuilder
@@ -15,7 +16,6 @@ from rivet.tokenization import ProtocolTokenizer
 from stages.stage2.dataset import DatasetError, codes_of, read_dataset, write_dataset
 from stages.stage2.filter import EvaluationProblems, FilterRules, filter_trajectories
 from stages.stage2.objective import AUTHOR_CODES, KIND_CODES
-from stage2_world import SETTINGS, faulty, ids_of, trajectories, trajectory
 
 RULES = FilterRules(max_length=150)
 

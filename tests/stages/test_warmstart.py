@@ -1,4 +1,4 @@
-"""The warm start: what it learns from is honest, laid out as the engine does, and held to a gate."""
+"""The warm start: honest material, laid out as the engine does it, and held to a gate."""
 
 from __future__ import annotations
 
