@@ -9,7 +9,7 @@
       eval/{warm,stage1,stage2}/             evaluations with experts and after their removal
       export/                                the Hugging Face folder
       results.json                           rows, phases, path of the export
-      report/index.html                      tables, curves, and every trajectory to look at
+      report/report.html                     tables, curves, and every trajectory to look at
 
 An interrupted demo goes on where it was; a finished one is shown again.
 """
@@ -27,10 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rivet.config import parse_config
+from rivet.config import parse_config, to_plain
 from rivet.files import atomic_write_json
 from rivet.runs import RunDir, RunFinishedError
-from stages.pipeline import Pipeline, PipelineConfig, write_experts_file
+from stages.pipeline import CONDITIONS, Pipeline, PipelineConfig, write_experts_file
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def run(config: DemoConfig) -> dict[str, Any]:
             "answer": answer,
         }
         atomic_write_json(folder / "results.json", results)
-        _report(folder, results)
+        _report(folder, results, config)
         run_dir.finish({"export": str(export)})
     return results
 
@@ -120,10 +120,25 @@ def _answer_alone(question: str, export: Path, pipeline: Pipeline) -> dict[str, 
     return {"question": question, "answer": solution.answer, "text": solution.text}
 
 
-def _report(folder: Path, results: dict[str, Any]) -> None:
+def _report(folder: Path, results: dict[str, Any], config: DemoConfig) -> Path:
     from eval.report import write_report
+    from rivet.tokenization import ProtocolTokenizer
 
-    write_report(folder)
+    stores = {
+        f"{checkpoint}, {condition}": folder / "eval" / checkpoint / condition / "trajectories"
+        for checkpoint in CHECKPOINTS
+        for condition in CONDITIONS
+    }
+    return write_report(
+        folder / "report",
+        rows=results["rows"],
+        phases=results["phases"],
+        curves={title: folder / name / "metrics.jsonl" for name, title in CHECKPOINTS.items()},
+        stores=stores,
+        tokenizer=ProtocolTokenizer.from_pretrained(results["export"]),
+        config=to_plain(config),
+        title="rivet demo",
+    )
 
 
 def results_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -160,7 +175,7 @@ def show(folder: Path, results: dict[str, Any]) -> None:
     answer = results["answer"]
     console.print(f"asked alone: {answer['question']}  ->  {answer['answer']}", markup=False)
     for title, path in (
-        ("report", folder / "report" / "index.html"),
+        ("report", folder / "report" / "report.html"),
         ("trajectories", folder / "collect" / "trajectories"),
         ("checkpoint", Path(results["export"])),
         ("settings", folder / "config.json"),
