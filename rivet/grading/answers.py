@@ -7,7 +7,7 @@ form.
 from dataclasses import dataclass
 from typing import Literal
 
-from rivet.grading.syntax import Node
+from rivet.grading.tree import Node
 from rivet.grading.units import Unit
 
 Bracket = Literal["(", "[", "<"]

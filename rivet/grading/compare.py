@@ -23,7 +23,7 @@ from rivet.grading.equality import equal, rounds_to
 from rivet.grading.evaluate import is_constant
 from rivet.grading.reals import as_reals, same_reals
 from rivet.grading.relations import names_value, same_relation, stated_value, strip_name
-from rivet.grading.syntax import Node, number
+from rivet.grading.tree import Node, number
 from rivet.grading.units import DEGREE, PERCENT
 
 

@@ -18,7 +18,7 @@ from rivet.grading.evaluate import (
     mpmath_context,
     rational,
 )
-from rivet.grading.syntax import Node
+from rivet.grading.tree import Node
 
 MIN_DIGITS_FRACTION = 6
 MIN_DIGITS_IRRATIONAL = 10

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from rivet.grading.syntax import Node
+from rivet.grading.tree import Node
 from rivet.grading.verdict import TooExpensive, Unreadable
 
 MAX_BITS = 40_000

@@ -20,7 +20,7 @@ from rivet.grading.verdict import GraderFault, GradingError
 
 STARTUP_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
-_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "TMPDIR", "HOME")
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT", "TMPDIR")
 
 
 class WorkerTimeout(GradingError):
@@ -54,6 +54,7 @@ class Worker:
             bufsize=0,
         )
         self._left = b""
+        self.owner_pid = os.getpid()
         self.warm: set[str] = set()
         try:
             self._receive(STARTUP_S)
@@ -181,5 +182,7 @@ class WorkerPool:
 
 def _kill_all(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.kill()
+        # A fork that exits must not end the workers of the process it came from.
+        if worker.owner_pid == os.getpid():
+            worker.kill()
     workers.clear()

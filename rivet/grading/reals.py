@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rivet.grading.answers import Answer, Listing, Ordered, Quantity, RealLine, Relation, Union
 from rivet.grading.equality import equal, infinity_sign
 from rivet.grading.evaluate import Evaluator, is_constant
-from rivet.grading.syntax import Node, number
+from rivet.grading.tree import Node, number
 
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 _INFINITY = Node("constant", name="infty")

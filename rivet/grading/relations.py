@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rivet.grading.answers import Answer, Ordered, Quantity, Relation
 from rivet.grading.equality import equal, ratio_sign
 from rivet.grading.evaluate import is_constant, rational
-from rivet.grading.syntax import Node
+from rivet.grading.tree import Node
 
 Same = Callable[[Answer, Answer], bool]
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}

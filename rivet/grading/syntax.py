@@ -6,14 +6,11 @@ executed. Depth is bounded, and time is linear in the text.
 """
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 
-from rivet.grading.normalize import matching
+from rivet.grading.scanner import Scanner
+from rivet.grading.tree import Node, number
 from rivet.grading.verdict import Unreadable
-
-MAX_DEPTH = 40
-MAX_SIZE = 300
 
 GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma "
@@ -34,53 +31,10 @@ _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+(?![\d.]))?|\.\d+(?:[eE][+-]?\d+(?![\d.]))?")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_COMMAND = re.compile(r"\\([a-zA-Z]+)\s*")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _POINTS = re.compile(r"(?:\s*[A-Za-z](?:_\{?\d+\}?)?'*)+")
 _PRIMES = re.compile(r"\^\s*\{?\s*(\\prime\s*)+\}?|\^\s*\{?\s*\*\s*\}?(?!\w)")
 _TEXT = re.compile(r"\\text\{\s*([A-Za-z])\s*\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One node of an expression.
-
-    Args:
-        op: "number", "symbol", "constant", an operator ("add", "mul", "div", "pow", "neg",
-            "factorial", "factorial2", "binom", "sqrt", "root", "abs", "floor", "ceil", "sum",
-            "prod", "opaque") or the name of a function.
-        args: The operands; of a sum, its body and its two bounds.
-        value: The value of a "number".
-        name: The name of a "symbol", a "constant", an "opaque" function or the index of a sum.
-    """
-
-    op: str
-    args: tuple["Node", ...] = ()
-    value: Fraction | None = None
-    name: str = ""
-
-    def walk(self) -> list["Node"]:
-        """Return this node and all below it."""
-        nodes = [self]
-        for node in nodes:
-            nodes.extend(node.args)
-        return nodes
-
-    def symbols(self) -> frozenset[str]:
-        """Return the names of the unknowns; the index of a sum is none."""
-        if self.op == "symbol":
-            return frozenset({self.name})
-        names = frozenset[str]().union(*(arg.symbols() for arg in self.args))
-        return names - {self.name} if self.op in ("sum", "prod") else names
-
-    def has(self, *ops: str) -> bool:
-        """Tell whether any node has one of these operators."""
-        return any(node.op in ops for node in self.walk())
-
-
-def number(value: int | Fraction) -> Node:
-    """Return a number node."""
-    return Node("number", value=Fraction(value))
 
 
 def parse(text: str) -> Node:
@@ -113,52 +67,8 @@ def decimal(text: str) -> Fraction:
     return value * Fraction(10) ** int(exponent) if exponent else value
 
 
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.depth = 0
-        self.size = 0
-        self.bars = 0
-
-    def grow(self) -> None:
-        """Count one part of the expression; the tree may be as deep as it has parts."""
-        self.size += 1
-        if self.size > MAX_SIZE:
-            raise Unreadable("too long an expression")
-
-    def enter(self) -> None:
-        """Go one level deeper."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deep")
-
-    def space(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
-
-    def peek(self) -> str:
-        self.space()
-        return self.text[self.at] if self.at < len(self.text) else ""
-
-    def command(self) -> str:
-        """Return the command at this place without taking it, or ''."""
-        self.space()
-        match = _COMMAND.match(self.text, self.at)
-        return match.group(1) if match else ""
-
-    def take_command(self) -> None:
-        match = _COMMAND.match(self.text, self.at)
-        assert match is not None
-        self.at = match.end()
-
-    def take(self, char: str) -> None:
-        if self.peek() != char:
-            raise Unreadable(f"expected {char!r} at {self.text[self.at : self.at + 20]!r}")
-        self.at += 1
-
-    def fail(self, why: str) -> Unreadable:
-        return Unreadable(f"{why} at {self.text[self.at : self.at + 20]!r}")
+class _Parser(Scanner):
+    """One method for each rule of the grammar, from the loosest binding to the tightest."""
 
     def sum(self) -> Node:
         self.enter()
@@ -369,25 +279,6 @@ class _Parser:
             args.append(self.sum())
         self.take(")")
         return tuple(args)
-
-    def raw_argument(self) -> str:
-        """Take a macro's argument as text: a group, a command or one character."""
-        if self.peek() == "{":
-            end = matching(self.text, self.at)
-            if end < 0:
-                raise self.fail("a brace is never closed")
-            raw = self.text[self.at + 1 : end]
-            self.at = end + 1
-            raw = raw.replace("\\text", "").replace("{", "").replace("}", "")
-            return raw.replace(" ", "")
-        match = _COMMAND.match(self.text, self.at)
-        if match:
-            self.at = match.end()
-            if match.group(1) == "text":
-                return self.raw_argument()
-            return match.group(1)
-        self.at += 1
-        return self.text[self.at - 1 : self.at]
 
     def argument(self) -> Node:
         """Take a macro's argument: a group, a command, one letter or one digit (`\\frac12`)."""

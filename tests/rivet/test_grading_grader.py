@@ -130,6 +130,19 @@ def test_a_worker_has_a_memory_limit_and_no_secret(monkeypatch):
             assert "not-for-workers" not in environment.read()
 
 
+def test_a_worker_out_of_memory_is_a_fault():
+    from rivet.grading import worker
+
+    def explode(request):
+        raise MemoryError
+
+    original, worker._answer = worker._answer, explode
+    try:
+        assert worker.answer_request({"kind": "math"}) == {"fault": "out of memory"}
+    finally:
+        worker._answer = original
+
+
 def test_closing_ends_the_workers():
     grader = Grader(workers=1)
     grader.grade_sync(r"\boxed{x}", "x")
@@ -152,6 +165,11 @@ def test_a_fork_does_not_share_workers():
         "if pid == 0:\n"
         "    os._exit(0 if ok else 1)\n"
         "assert os.waitpid(pid, 0)[1] == 0 and ok\n"
+        "g.grade_sync(r'\\boxed{x}', 'x')\n"
+        "if os.fork() == 0:\n"
+        "    raise SystemExit\n"
+        "os.wait()\n"
+        "assert g._pool._idle[0].is_alive\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 
