@@ -98,8 +98,8 @@ def _cpu_per_call(box: PythonSandbox, code: str, count: int) -> float:
 def _cpu_of_processes(box: PythonSandbox) -> float:
     assert box._zygote is not None
     zygote = box._zygote.pid
-    slots = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
-    return sum(time.clock_gettime((~int(pid) << 3) | 2) for pid in [zygote, *slots])
+    slots = map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split())
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in (zygote, *slots))
 
 
 async def _in_flight(

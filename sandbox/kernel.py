@@ -58,6 +58,7 @@ _NUMBERS = {
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
+_ZEROS = (0,) * 6
 _COLUMN = {"x86_64": 0, "AMD64": 0, "aarch64": 1, "arm64": 1}.get(MACHINE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,8 +89,7 @@ def syscall(name: str, *args: int | ctypes.c_void_p | None) -> int:
     """Make the named system call; unused arguments are 0."""
     if _COLUMN is None:
         raise OSError(38, f"{name}: unknown on {MACHINE}")
-    padded = [*args, *[0] * (6 - len(args))]
-    return _check(_libc.syscall(_NUMBERS[name][_COLUMN], *padded), name)
+    return _check(_libc.syscall(_NUMBERS[name][_COLUMN], *args, *_ZEROS[len(args) :]), name)
 
 
 def prctl(option: int, *args: int) -> int:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 REPORT = struct.Struct("<BBxxIIxxxxdd")
 UNPREPARED, STARTED, OK, ERROR = 0, 1, 2, 3
 CELL_NAME = "<cell>"
+_VALUE = " value of the last expression"  # no program can have this name
 
 
 class Report:
@@ -60,10 +61,12 @@ class Report:
         at = REPORT.size + self.value_bytes
         return [view[REPORT.size : REPORT.size + value_len], view[at : at + error_len]]
 
-    def write(
-        self, state: int, value: str = "", error: str = "", *, wall: float = 0.0, cpu: float = 0.0
-    ) -> None:
-        """Write down how far the call has come."""
+    def mark(self, wall: float, cpu: float) -> None:
+        """Write down when the reported cell starts."""
+        REPORT.pack_into(self._memory, 0, STARTED, False, 0, 0, wall, cpu)
+
+    def write(self, state: int, value: str = "", error: str = "") -> None:
+        """Write down how the call ended."""
         value_raw = value.encode("utf-8", "backslashreplace")
         error_raw = error.encode("utf-8", "backslashreplace")
         is_cut = len(value_raw) > self.value_bytes or len(error_raw) > self.error_bytes
@@ -72,7 +75,7 @@ class Report:
         self._memory[at : at + len(value_raw)] = value_raw
         at += self.value_bytes
         self._memory[at : at + len(error_raw)] = error_raw
-        REPORT.pack_into(self._memory, 0, state, is_cut, len(value_raw), len(error_raw), wall, cpu)
+        REPORT.pack_into(self._memory, 0, state, is_cut, len(value_raw), len(error_raw), 0.0, 0.0)
 
 
 def prepare() -> None:
@@ -110,7 +113,6 @@ def run_cells(
         hidden_paths: host folder -> what an error text shows instead.
         on_last_cell: called right before the reported cell starts.
     """
-    report.write(STARTED)
     module = sys.modules["__main__"]
     try:
         if len(cells) > 1:
@@ -137,7 +139,7 @@ def run_cells(
 
 def _finish_like_the_interpreter() -> None:
     """Wait for threads that are no daemons and call what was registered for the exit."""
-    if threading.active_count() > 1:
+    if len(threading._active) > 1:  # type: ignore[attr-defined]
         threading._shutdown()  # type: ignore[attr-defined]
     if atexit._ncallbacks():
         atexit._run_exitfuncs()
@@ -168,14 +170,13 @@ def _run_cell(source: str, name: str, namespace: dict) -> object:
     """Execute `source`; return the value of its last expression, None without one."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     tree = ast.parse(source, name)
-    end = tree.body[-1] if tree.body else None
-    last = end.value if isinstance(end, ast.Expr) else None
-    if last is not None:
-        tree.body.pop()
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        place = {key: getattr(last, key) for key in last._attributes}
+        target = ast.Name(_VALUE, ast.Store(), **place)
+        tree.body[-1] = ast.Assign([target], last.value, **place)
     exec(compile(tree, name, "exec"), namespace)
-    if last is None:
-        return None
-    return eval(compile(ast.Expression(last), name, "eval"), namespace)
+    return namespace.pop(_VALUE, None)
 
 
 def _on_system_exit(error: SystemExit, report: Report) -> int:

@@ -1,7 +1,7 @@
 """The system-call filters, assembled by hand as classic BPF and installed through ctypes.
 
 A slot installs `slot_filter` once: an allow-list. Its children inherit it and stack
-`child_filter` on top, which takes away what only the slot needs and names the child's own pid
+`ChildFilter` on top, which takes away what only the slot needs and names the child's own pid
 as the only one that it may signal. Where both apply, the kernel takes the stricter answer.
 """
 
@@ -36,6 +36,9 @@ _F_SETFL = 4
 # get dumpable, set and get name, get seccomp, get no_new_privs
 _PRCTLS = (3, 15, 16, 21, 39)
 _PR_SET_PDEATHSIG = 1  # the slot's alone: a child must not outlive its slot
+
+_PID_MARK = 0x7FFF5AFE  # no pid is as large
+_WORD = struct.Struct("<I")
 
 Instruction = tuple[int, int, int, int]
 
@@ -141,21 +144,33 @@ def slot_filter(*, may_open: bool = True, may_change_metadata: bool = True) -> b
     return _assemble([*code, _give(_DENY)])
 
 
-def child_filter(pid: int) -> bytes:
-    """Return the filter that the child `pid` stacks on its slot's: threads yes, processes no."""
-    column = _column({**CHECKED, **SLOT_ONLY})
-    code = _prologue()
-    for name in SLOT_ONLY:
-        code += _on_call(column[name], [_give(_DENY)])
-    threads = _CLONE_THREAD | _CLONE_VM
-    code += _on_call(
-        column["clone"],
-        [_low(0), (_AND, 0, 0, threads), (_JUMP_EQ, 0, 1, threads), _give(_ALLOW), _give(_DENY)],
-    )
-    code += _on_call(column["prctl"], _one_of(0, _PRCTLS))
-    for name in ("kill", "tgkill"):
-        code += _on_call(column[name], _one_of(0, (pid,)))
-    return _assemble([*code, _give(_ALLOW)])
+class ChildFilter:
+    """The filter that a child stacks on its slot's: threads yes, processes no.
+
+    It is assembled once, in the slot; a child only writes its pid into it, since everything it
+    computes costs it copied pages.
+    """
+
+    def __init__(self) -> None:
+        column = _column({**CHECKED, **SLOT_ONLY})
+        code = _prologue()
+        for name in SLOT_ONLY:
+            code += _on_call(column[name], [_give(_DENY)])
+        threads = _CLONE_THREAD | _CLONE_VM
+        thread_only = [(_JUMP_EQ, 0, 1, threads), _give(_ALLOW), _give(_DENY)]
+        code += _on_call(column["clone"], [_low(0), (_AND, 0, 0, threads), *thread_only])
+        code += _on_call(column["prctl"], _one_of(0, _PRCTLS))
+        for name in ("kill", "tgkill"):
+            code += _on_call(column[name], _one_of(0, (_PID_MARK,)))
+        code.append(_give(_ALLOW))
+        self._program = Program(_assemble(code))
+        self._places = [8 * i + 4 for i, step in enumerate(code) if step[3] == _PID_MARK]
+
+    def install(self, pid: int) -> None:
+        """Apply the filter to this process, whose pid it is, for good."""
+        for place in self._places:
+            _WORD.pack_into(self._program.code, place, pid)
+        self._program.install()
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
@@ -172,12 +187,18 @@ def _assemble(code: list[Instruction]) -> bytes:
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def install(code: bytes) -> None:
-    """Apply a filter to this process (single-threaded) and to what it forks, for good."""
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
-    holder = ctypes.create_string_buffer(program, len(program))
-    kernel.syscall("seccomp", 1, 0, ctypes.cast(holder, ctypes.c_void_p))
+class Program:
+    """An assembled filter in the form that the kernel takes."""
+
+    def __init__(self, code: bytes) -> None:
+        self.code = ctypes.create_string_buffer(code, len(code))
+        header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(self.code))
+        self._header = ctypes.create_string_buffer(header, len(header))
+        self._address = ctypes.addressof(self._header)
+
+    def install(self) -> None:
+        """Apply the filter to this process (single-threaded) and to what it forks, for good."""
+        kernel.syscall("seccomp", 1, 0, self._address)
 
 
 def is_supported() -> bool:

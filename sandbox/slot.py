@@ -49,10 +49,17 @@ class Slot:
         self.report = runner.Report(limits.stream_bytes, limits.error_bytes)
         self.reserved = set() if layers.lacks("scratch") else set(os.listdir(jail.SCRATCH))
         self.scratch_mode = os.stat(jail.SCRATCH).st_mode if not layers.lacks("scratch") else 0
+        self.must_follow_parent = layers.lacks("pid") and kernel.IS_LINUX
+        self.filter: seccomp.ChildFilter | None = None
         self.calls = 0
         self.first_look_s = min(limits.cpu_s / _CORES, limits.wall_s, 0.1)
         self.poller = select.poll()
         self.poller.register(connection, select.POLLHUP | select.POLLRDHUP)
+
+    def install_filter(self, program: seccomp.Program) -> None:
+        """Apply the allow-list, and have every child stack its own filter on it."""
+        self.filter = seccomp.ChildFilter()
+        program.install()
 
     def greet(self) -> None:
         """Tell the client that the slot is ready and which layers hold."""
@@ -70,18 +77,18 @@ class Slot:
                 if not head:
                     return
                 continue
-            _, earlier_cells, _ = wire.REQUEST.unpack(head)
-            if not self._call(1 + min(earlier_cells, 1000)):
+            _, earlier_cells, length = wire.REQUEST.unpack(head)
+            if not self._call(1 + min(earlier_cells, 1000), wire.REQUEST.size + length):
                 return
 
-    def _call(self, cells: int) -> bool:
+    def _call(self, cells: int, request_bytes: int) -> bool:
         """Run one request; return whether the slot can be used again."""
         self.calls += 1
         streams = os.memfd_create("stdout"), os.memfd_create("stderr")
         started = time.monotonic()
         pid = kernel.fork()
         if pid == 0:
-            _child(self, streams, cells)
+            _child(self, streams, cells, request_bytes)
         ending, cpu_s = self._watch(pid, started, cells)
         duration_s = time.monotonic() - started
         is_clean = self._clean_up() and self.calls < _MAX_CALLS
@@ -263,30 +270,32 @@ def _send_file(connection: socket.socket, stream: int, first: int, count: int) -
         first, count = first + sent, count - sent
 
 
-def _child(slot: Slot, streams: tuple[int, int], cells: int) -> None:
+def _child(slot: Slot, streams: tuple[int, int], cells: int, request_bytes: int) -> None:
     """Become the process that runs the foreign code; never returns."""
     code = 125
     limits, report = slot.limits, slot.report
     try:
-        if slot.layers.lacks("pid") and kernel.IS_LINUX:
+        if slot.must_follow_parent:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        texts = wire.unpack_cells(_read_request(slot.connection))
+        request = _read_exactly(slot.connection, request_bytes)
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        _limit_cpu(limits.cpu_s * cells)
-        if not slot.layers.lacks("seccomp"):
-            seccomp.install(seccomp.child_filter(os.getpid()))
+        if cells > 1:
+            _limit_cpu(limits.cpu_s * cells)
+        if slot.filter is not None:
+            slot.filter.install(os.getpid())
         # The mark that the preparation went well. Foreign code cannot forge or undo it, as the
         # socket is closed before any of it runs.
         _read_exactly(slot.connection, len(wire.REQUEST_END))
-        kernel.close_from(3)
+        os.closerange(3, limits.open_files)
 
         def on_last_cell() -> None:
             used = time.process_time()
             _limit_cpu(used + limits.cpu_s)
-            report.write(runner.STARTED, wall=time.monotonic(), cpu=used)
+            report.mark(time.monotonic(), used)
 
+        texts = wire.unpack_cells(request)
+        del request
         code = runner.run_cells(
             texts, report, hidden_paths=slot.hidden_paths, on_last_cell=on_last_cell
         )
@@ -294,11 +303,6 @@ def _child(slot: Slot, streams: tuple[int, int], cells: int) -> None:
         report.write(runner.UNPREPARED, error=f"{type(error).__name__}: {error}")
     finally:
         os._exit(code)
-
-
-def _read_request(connection: socket.socket) -> bytes:
-    _, _, length = wire.REQUEST.unpack(_read_exactly(connection, wire.REQUEST.size))
-    return _read_exactly(connection, length)
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:

@@ -144,6 +144,7 @@ class Zygote:
             kernel.close_from(6)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends a child with too long an output
             jail.lock_down(plan, layers, self.limits)
             if not os.read(5, 1):
                 return
@@ -151,7 +152,7 @@ class Zygote:
             # Only now is the zygote this process's parent, and a change of uid clears the mark.
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             slot = Slot(socket.socket(fileno=4), self.limits, layers, self.hidden_paths)
-            _install_filter(plan, layers)
+            _install_filter(plan, layers, slot)
             slot.greet()
             slot.serve()
         except (BrokenPipeError, ConnectionResetError):
@@ -172,21 +173,21 @@ class Zygote:
             self.slots = {n: p for n, p in self.slots.items() if p != pid}
 
 
-def _install_filter(plan: jail.JailPlan, layers: jail.Layers) -> None:
+def _install_filter(plan: jail.JailPlan, layers: jail.Layers, slot: Slot) -> None:
     if "seccomp" in plan.disabled:
         layers.missing["seccomp"] = "switched off"
         return
     if not seccomp.is_supported():
         layers.missing["seccomp"] = "not in this kernel, or an unknown architecture"
         return
+    own_root = not layers.lacks("root")
+    may_open = own_root or not layers.lacks("landlock")
+    program = seccomp.slot_filter(may_open=may_open, may_change_metadata=own_root)
     try:
-        own_root = not layers.lacks("root")
-        program = seccomp.slot_filter(
-            may_open=own_root or not layers.lacks("landlock"), may_change_metadata=own_root
-        )
-        seccomp.install(program)
+        slot.install_filter(seccomp.Program(program))
     except OSError as error:
         layers.missing["seccomp"] = str(error)
+        slot.filter = None
 
 
 def _wait_for_all() -> None:
