@@ -149,6 +149,37 @@ def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict
     }
 
 
+def compare_evaluations(evaluations: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """Every comparison that a line of evaluations invites, such as those of successive stages.
+
+    Args:
+        evaluations: Run folders of evaluations, in the order of their checkpoints. Conditions that
+            are missing are left out.
+
+    Returns:
+        The expert-removal gap of each evaluation, then the steps from each to the next, condition
+        by condition.
+
+    Raises:
+        CompareError: Problems, k or prompts differ between them.
+    """
+    found = [
+        {
+            path.parent.name: read_condition(path.parent)
+            for path in sorted(run.glob("*/results.json"))
+        }
+        for run in map(Path, evaluations)
+    ]
+    gaps = [compare(e["experts"], e["local"]) for e in found if {"experts", "local"} <= e.keys()]
+    steps = [
+        compare(before[condition], after[condition])
+        for before, after in zip(found, found[1:], strict=False)
+        for condition in before
+        if condition in after
+    ]
+    return gaps + steps
+
+
 def describe(comparison: dict[str, Any]) -> str:
     """A comparison as lines of text."""
     lines = [
@@ -209,8 +240,10 @@ def _check_comparable(a: Condition, b: Condition, across_prompts: bool) -> None:
 
 
 def _name(a: Condition, b: Condition) -> str:
-    same = a.results["checkpoint"] == b.results["checkpoint"]
-    if same and {a.results["condition"], b.results["condition"]} == {"experts", "local"}:
+    condition = a.results["condition"]
+    if a.results["checkpoint"] != b.results["checkpoint"]:
+        return f"step, {condition}" if condition == b.results["condition"] else "difference"
+    if {condition, b.results["condition"]} == {"experts", "local"}:
         return "expert-removal gap"
     return "difference"
 

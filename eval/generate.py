@@ -144,6 +144,7 @@ async def sample(
         unit="row",
         disable=progress is None,
         file=sys.stderr,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,  # a log file wants few lines
         dynamic_ncols=True,
     ) as bar:
         run.bar = bar

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.charts import comparison_table, curve_panels, outcome_chart, phase_table, result_charts
-from eval.conditions import STORE
+from eval.gather import ReportError, gather, read_metrics
 from eval.table import markdown_table, results_table
 from eval.viewer import Shelf, pack_blocks, thin_out
 from rivet.files import atomic_write_text
@@ -40,10 +40,6 @@ from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 
 MAX_TRAJECTORIES = 5000
-
-
-class ReportError(ValueError):
-    """There is nothing to report on; the message says what was looked for."""
 
 
 def write_report(
@@ -93,78 +89,26 @@ def write_report(
     return atomic_write_text(run_dir / "report.html", _page(title, sections, shelves))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a `metrics.jsonl`; none if it is not there, a torn last line left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [line for line in lines if isinstance(line, dict)]
-
-
-def gather(run: Path) -> dict[str, Any]:
-    """Everything under a run folder that `write_report` can show, as its arguments.
-
-    Raises:
-        ReportError: There are no results, no curves and no trajectories.
-    """
-    found: dict[str, Any] = {"rows": [], "phases": [], "comparisons": []}
-    own = _read_json(run / "results.json")
-    parts = [own] if own else [_read_json(p) for p in sorted(run.glob("**/results.json"))]
-    for part in parts:
-        for name in found:
-            if isinstance(part, dict) and isinstance(part.get(name), list):
-                found[name] += part[name]
-    found["curves"] = {
-        p.parent.relative_to(run).as_posix().strip(".") or run.name: p
-        for p in sorted(run.glob("**/metrics.jsonl"))
-    }
-    found["stores"] = {
-        p.parent.relative_to(run).as_posix().strip(".") or run.name: p
-        for p in sorted(run.glob(f"**/{STORE}"))
-        if TrajectoryStore(p).shards()
-    }
-    found["tokenizer"] = _find_tokenizer(run) if found["stores"] else None
-    found["config"] = _read_json(run / "config.json") or None
-    if not any(found[name] for name in ("rows", "curves", "stores")):
-        raise ReportError(
-            f"{run}: found no results.json, metrics.jsonl or {STORE}/ in it; expected the folder "
-            "of a finished or running stage"
-        )
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Write the report of a run folder."""
     parser = argparse.ArgumentParser(
         prog="rivet report", description="Write report.html and report.md of a run folder."
     )
-    parser.add_argument("run", type=Path, help="the run folder, such as runs/demo")
-    parser.add_argument("--out", type=Path, help="where to write; default: the run folder")
+    parser.add_argument("run", type=Path, nargs="+", help="run folders, such as runs/demo")
+    parser.add_argument("--out", type=Path, help="where to write; default: the first run folder")
     parser.add_argument("--tokenizer", type=Path, help="checkpoint whose tokenizer reads the texts")
     parser.add_argument("--max-trajectories", type=int, default=MAX_TRAJECTORIES)
     args = parser.parse_args(argv)
+    tokenizer = ProtocolTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
     try:
-        found = gather(args.run)
+        found = gather(args.run, tokenizer)
     except ReportError as error:
         print(f"rivet report: {error}", file=sys.stderr)
         return 1
-    if args.tokenizer:
-        found["tokenizer"] = ProtocolTokenizer.from_pretrained(args.tokenizer)
-    if found["stores"] and found["tokenizer"] is None:
-        print(
-            "rivet report: no checkpoint found to read the trajectories with; give --tokenizer "
-            "CHECKPOINT to have the viewer",
-            file=sys.stderr,
-        )
     page = write_report(
-        args.out or args.run,
+        args.out or args.run[0],
         **found,
-        title=f"rivet report: {args.run.resolve().name}",
+        title=f"rivet report: {', '.join(run.resolve().name for run in args.run)}",
         max_trajectories=args.max_trajectories,
     )
     print(f"report: {page}")
@@ -177,7 +121,7 @@ def _shelves(
     limit: int,
 ) -> list[Shelf]:
     """Trajectories of every store that is there, thinned out evenly to the limit."""
-    if tokenizer is None:
+    if not tokenizer:
         return []
     loaded = {
         label: sorted(TrajectoryStore(folder), key=lambda t: (t.step, t.problem_id, t.sample_index))
@@ -301,24 +245,6 @@ def _markdown(
         lines += [f"| {p['name']} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} |" for p in phases]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _find_tokenizer(run: Path) -> ProtocolTokenizer | None:
-    """The tokenizer of a checkpoint in the run folder, or of the one that it names as its model."""
-    for path in sorted(run.glob("**/tokenizer.json")):
-        return ProtocolTokenizer.from_pretrained(path.parent)
-    for path in sorted(run.glob("**/config.json")):
-        model = _read_json(path).get("config", {}).get("model")
-        if model and (Path(model) / "tokenizer.json").is_file():
-            return ProtocolTokenizer.from_pretrained(model)
-    return None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from scripted import ScriptedEngine, ScriptedGrader
 
-from eval.compare import CompareError, compare, describe, main, paired_bootstrap
+from eval.compare import (
+    CompareError,
+    compare,
+    compare_evaluations,
+    describe,
+    main,
+    paired_bootstrap,
+)
 from eval.conditions import ConditionError, read_condition, write_condition
 from eval.generate import sample
 from eval.summary import summarise
@@ -106,10 +113,31 @@ async def test_the_difference_is_that_of_the_two_accuracies(problems, prompts, t
         await evaluate(tmp_path / "b", problems, prompts, seed=2, checkpoint="stage2")
     )
     result = compare(a, b)
-    assert result["name"] == "difference"
+    assert result["name"] == "step, experts"
     assert result["overall"]["difference"] == pytest.approx(
         b.results["accuracy"] - a.results["accuracy"]
     )
+
+
+async def test_a_line_of_evaluations_gives_gaps_and_steps(problems, prompts, tmp_path) -> None:
+    for n, checkpoint in enumerate(["warm", "stage1", "stage2"]):
+        for mode in ("experts", "local") if n else ("experts",):
+            await evaluate(
+                tmp_path / checkpoint / mode,
+                problems,
+                prompts,
+                mode=mode,
+                seed=n,
+                checkpoint=checkpoint,
+            )
+    found = compare_evaluations([tmp_path / c for c in ("warm", "stage1", "stage2")])
+    assert [(c["name"], c["a"], c["b"]) for c in found] == [
+        ("expert-removal gap", "stage1/experts", "stage1/local"),
+        ("expert-removal gap", "stage2/experts", "stage2/local"),
+        ("step, experts", "warm/experts", "stage1/experts"),
+        ("step, experts", "stage1/experts", "stage2/experts"),
+        ("step, local", "stage1/local", "stage2/local"),
+    ]
 
 
 async def test_runs_over_other_problems_or_another_k_are_refused(

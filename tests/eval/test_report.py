@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from scripted import completion, trajectory_of
 
-from eval.report import ReportError, gather, main, read_metrics, write_report
+from eval.gather import ReportError, gather, read_metrics
+from eval.report import main, write_report
 from eval.summary import summarise
 from eval.viewer import CHUNK, Shelf, pack_blocks, thin_out, unpack_block
 from rivet.rollout.types import RolloutRequest
@@ -251,15 +252,22 @@ def test_the_command_gathers_a_run_folder(rows_of, tag_tokenizer, tmp_path, caps
     (run / "stage1").mkdir()
     (run / "stage1" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     tag_tokenizer.hf.save_pretrained(run / "stage1" / "checkpoint")
-    found = gather(run)
+    found = gather([run])
     assert list(found["curves"]) == ["stage1"] and list(found["stores"]) == ["eval/local"]
     assert main([str(run)]) == 0
     page = Page((run / "report.html").read_text("utf-8"))
     assert "report.html" in capsys.readouterr().out
     assert {a.get("id") for a, _ in page.scripts} >= {"viewer-index", "viewer-chunk-0"}
     with pytest.raises(ReportError, match="found no results.json"):
-        gather(tmp_path / "nothing")
+        gather([tmp_path / "nothing"])
     assert main([str(tmp_path / "nothing")]) == 1
+
+    both = gather([run, run / "eval"], tag_tokenizer)
+    assert list(both["stores"]) == ["run: eval/local", "eval: local"]
+    assert len(both["rows"]) == 2
+    out = tmp_path / "out"
+    assert main([str(run), str(run / "eval"), "--out", str(out)]) == 0
+    assert (out / "report.html").is_file()
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

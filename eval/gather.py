@@ -1,0 +1,109 @@
+"""What a run folder holds for a report: results, learning curves, trajectories, a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.conditions import STORE
+from rivet.store import TrajectoryStore
+from rivet.tokenization import ProtocolTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class ReportError(ValueError):
+    """There is nothing to report on; the message says what was looked for."""
+
+
+def gather(runs: Sequence[Path], tokenizer: ProtocolTokenizer | None = None) -> dict[str, Any]:
+    """Everything under run folders that `write_report` can show, as its arguments.
+
+    Args:
+        runs: Run folders. With several, curves and trajectories are named after their run too.
+        tokenizer: Reads the trajectories; None takes that of a checkpoint in or behind each run.
+            Without one, a run's trajectories are left out.
+
+    Raises:
+        ReportError: A run has no results, no curves and no trajectories.
+    """
+    found: dict[str, Any] = {"rows": [], "phases": [], "comparisons": []}
+    found |= {"curves": {}, "stores": {}, "tokenizer": {}, "config": {}}
+    for run in runs:
+        results = _results_of(run)
+        for name, values in results.items():
+            found[name] += values
+        curves = _named_parts(run, "metrics.jsonl", len(runs) > 1)
+        stores = _named_parts(run, STORE, len(runs) > 1)
+        stores = {name: path for name, path in stores.items() if TrajectoryStore(path).shards()}
+        if not (results["rows"] or curves or stores):
+            raise ReportError(
+                f"{run}: found no results.json, metrics.jsonl or {STORE}/ in it; expected the "
+                "folder of a finished or running stage"
+            )
+        found["curves"] |= curves
+        reader = (tokenizer or _find_tokenizer(run)) if stores else None
+        if reader is not None:
+            found["stores"] |= stores
+            found["tokenizer"] |= dict.fromkeys(stores, reader)
+        elif stores:
+            logger.warning("%s: no checkpoint to read its trajectories with; give --tokenizer", run)
+        found["config"][str(run)] = _read_json(run / "config.json")
+    return found
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of a `metrics.jsonl`; none if it is not there, a torn last line left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def _results_of(run: Path) -> dict[str, list[Any]]:
+    """Rows, phases and comparisons: the run's own, where it lacks one those of what is in it."""
+    own = _read_json(run / "results.json")
+    parts = [_read_json(path) for path in sorted(run.glob("*/**/results.json"))]
+    results: dict[str, list[Any]] = {}
+    for name in ("rows", "phases", "comparisons"):
+        inner = [value for part in parts for value in part.get(name) or []]
+        results[name] = list(own.get(name) or inner)
+    return results
+
+
+def _named_parts(run: Path, pattern: str, with_run: bool) -> dict[str, Path]:
+    """What lies under a run by the folder it lies in, such as `eval/stage1/local`."""
+    parts = {}
+    for path in sorted(run.glob(f"**/{pattern}")):
+        inside = path.parent.relative_to(run).as_posix()
+        inside = run.resolve().name if inside == "." else inside
+        parts[f"{run.resolve().name}: {inside}" if with_run else inside] = path
+    return parts
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file that holds an object; empty if it is not there or holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _find_tokenizer(run: Path) -> ProtocolTokenizer | None:
+    """The tokenizer of a checkpoint in the run folder, or of the one that it names as its model."""
+    for path in sorted(run.glob("**/tokenizer.json")):
+        return ProtocolTokenizer.from_pretrained(path.parent)
+    for path in sorted(run.glob("**/config.json")):
+        model = (_read_json(path).get("config") or {}).get("model")
+        if isinstance(model, str) and (Path(model) / "tokenizer.json").is_file():
+            return ProtocolTokenizer.from_pretrained(model)
+    return None
