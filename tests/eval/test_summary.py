@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +162,11 @@ def test_no_rows_and_only_faults_give_an_empty_summary_without_a_nan() -> None:
     )
     assert summary["pass_at_k"] == {} and summary["consulted"] is None
     json.dumps(summary, allow_nan=False)
+
+
+def test_every_key_of_a_row_is_documented(row) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    documented = {name for cell in table for name in re.findall(r"`([a-z_]+)`", cell)}
+    keys = summarise([row("a", 0, "right")]).keys() | {"checkpoint", "condition"}
+    assert keys <= documented
