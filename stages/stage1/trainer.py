@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +29,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOTrainer
 
 from data.problems import Problem
+from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 from stages.stage1.config import Stage1Config
 from stages.stage1.health import BatchHealth, FaultWatch, fault_of, rollout_metrics
@@ -76,8 +78,18 @@ def problem_order(count: int, per_step: int, steps: int, *, seed: int, shuffle: 
     return order[: steps * per_step]
 
 
-def roles_of(trajectories: Sequence[Trajectory], length: int, device: torch.device) -> TokenRoles:
-    """Masks of shape (B*G, length) from the trajectories' authors and kinds."""
+def roles_of(
+    trajectories: Sequence[Trajectory],
+    length: int,
+    tokenizer: ProtocolTokenizer,
+    device: torch.device | str = "cpu",
+) -> TokenRoles:
+    """Masks of shape (B*G, length) from the trajectories' authors and kinds.
+
+    What follows `<expert name="` is a choice of an expert even where no name comes of it: if only
+    valid names counted as choices, a name that is made up would be punished less than a real one
+    that does not know the answer, and the controller would flee into nonsense.
+    """
     codes = torch.zeros(len(trajectories), length, dtype=torch.int8)  # 0: environment, padding
     for row, trajectory in enumerate(trajectories):
         start = 0
@@ -88,8 +100,24 @@ def roles_of(trajectories: Sequence[Trajectory], length: int, device: torch.devi
             elif segment.author == "controller":
                 codes[row, start:end] = 3 if segment.kind == "route" else 1
             start = end
+        for n in name_starts(trajectory, tokenizer):
+            codes[row, n] = 3
     codes = codes.to(device)
     return TokenRoles((codes == 1) | (codes == 3), codes == 2, codes == 3)
+
+
+def name_starts(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> list[int]:
+    """Indices of the controller's tokens that hold the first byte behind `<expert name="`."""
+    pieces = [tokenizer.token_bytes[i] for i in trajectory.completion_ids]
+    found: list[int] = []
+    token, token_end = -1, 0
+    for match in re.finditer(rb'<expert name="', b"".join(pieces)):
+        while token_end <= match.end() and token + 1 < len(pieces):
+            token += 1
+            token_end += len(pieces[token])
+        if token_end > match.end() and trajectory.authors[token] == "controller":
+            found.append(token)
+    return found
 
 
 def without_idle_rows(batch: dict[str, Any], is_trained: Tensor, num_parts: int) -> dict[str, Any]:
@@ -129,7 +157,7 @@ class Stage1Trainer(GRPOTrainer):
         args: Settings; `max_steps` must be set.
         problems: What is trained on; rows are drawn from it by `problem_order`.
         rollouts: Gives the graded trajectories of each step.
-        processing_class: The controller's tokenizer.
+        tokenizer: The controller's, padding on the left.
         right_experts: Problem id -> name of the expert that knows it, where that is known.
         callbacks: As in TRL.
     """
@@ -141,7 +169,7 @@ class Stage1Trainer(GRPOTrainer):
         args: Stage1Config,
         problems: Sequence[Problem],
         rollouts: StepRollouts,
-        processing_class: PreTrainedTokenizerBase,
+        tokenizer: ProtocolTokenizer,
         right_experts: dict[str, str] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
@@ -154,6 +182,7 @@ class Stage1Trainer(GRPOTrainer):
         self._group_size = args.num_generations
         self._num_parts = args.steps_per_generation
         self._fault_watch = FaultWatch(args.max_fault_rate, args.fault_window)
+        self._protocol_tokenizer = tokenizer
         self._batch: list[Trajectory] = []
         self._batch_is_stored = False
         self._scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
@@ -175,7 +204,7 @@ class Stage1Trainer(GRPOTrainer):
             reward_funcs=[self.outcome_reward],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": prompts}).select(order),
-            processing_class=processing_class,
+            processing_class=tokenizer.hf,
             callbacks=callbacks,
             rollout_func=self._rollout,  # type: ignore[arg-type] # declared for text prompts
         )
@@ -237,7 +266,7 @@ class Stage1Trainer(GRPOTrainer):
         )
         start = self.accelerator.process_index * len(batch)
         mine = advantages.rows(start, start + len(batch))
-        roles = roles_of(batch, output["completion_ids"].size(1), device)
+        roles = roles_of(batch, output["completion_ids"].size(1), self._protocol_tokenizer, device)
         is_trained = trained(
             mine, torch.tensor([is_void(t) for t in batch], device=device), self._objective
         )

@@ -134,7 +134,7 @@ def build_trainer(
         args=args,
         problems=start.problems,
         rollouts=rollouts,
-        processing_class=start.tokenizer.hf,
+        tokenizer=start.tokenizer,
         right_experts=start.right_experts,
         callbacks=[callback],
     )

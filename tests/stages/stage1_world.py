@@ -157,7 +157,7 @@ def build_trainer(
         args=build_config(folder, **changes),
         problems=PROBLEMS,
         rollouts=StepRollouts(source or ScriptedSource(), TrajectoryStore(folder / "trajectories")),
-        processing_class=build_tokenizer(),
+        tokenizer=ProtocolTokenizer(build_tokenizer()),
         right_experts={p.id: "calc" for p in PROBLEMS},
         callbacks=callbacks,
     )

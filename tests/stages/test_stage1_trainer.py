@@ -19,18 +19,27 @@ from stage1_world import (
     ScriptedSource,
     build_config,
     build_model,
+    build_tokenizer,
     build_trainer,
     parameters,
     scripted,
 )
 
+from rivet.protocol import parse
 from rivet.store import TrajectoryStore
-from rivet.trajectory import Trajectory
+from rivet.tokenization import ProtocolTokenizer
+from rivet.trajectory import Segment, Trajectory
 from stages.stage1 import trainer as trainer_module
 from stages.stage1.health import FaultRateError
 from stages.stage1.objective import preset
 from stages.stage1.rollouts import Asked
-from stages.stage1.trainer import Stage1Trainer, is_void, problem_order, without_idle_rows
+from stages.stage1.trainer import (
+    Stage1Trainer,
+    is_void,
+    problem_order,
+    roles_of,
+    without_idle_rows,
+)
 
 
 class GradientProbe:
@@ -315,6 +324,35 @@ def test_void_means_neither_answer_nor_action() -> None:
     assert not is_void(replace(t, answer=None))
     assert not is_void(replace(t, expert_calls=()))
     assert is_void(replace(t, answer=None, expert_calls=()))
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ('<expert name="calc">add</expert>', "calc"),
+        ('<expert name="11472 *<expert name="calc">', "1 calc"),
+        ('<expert name=" 4', " "),
+        ('<expert name="', ""),
+        ("<expert nam", ""),
+    ],
+)
+def test_a_name_that_is_made_up_is_a_choice_of_an_expert_too(text: str, chosen: str) -> None:
+    tokenizer = ProtocolTokenizer(build_tokenizer())
+    ids = tokenizer.encode(text)
+    scanner = parse(tokenizer, ids, ["controller"] * len(ids))
+    t = replace(scripted(Asked(PROBLEMS[0], 0, 1)), segments=scanner.segments())
+    roles = roles_of([t], len(ids) + 2, tokenizer)
+    picked = [i for i, is_route in zip(ids, roles.route[0].tolist(), strict=False) if is_route]
+    assert tokenizer.decode(picked) == chosen.replace("1 c", "1c")
+    assert roles.controller[0].tolist() == [True] * len(ids) + [False] * 2
+
+
+def test_what_an_expert_writes_is_nobodys_choice() -> None:
+    tokenizer = ProtocolTokenizer(build_tokenizer())
+    ids = tuple(tokenizer.encode('<expert name="calc">'))
+    t = scripted(Asked(PROBLEMS[0], 0, 1))
+    t = replace(t, segments=(Segment("expert", "reply", ids),))
+    assert not roles_of([t], len(ids), tokenizer).route.any()
 
 
 def test_every_trajectory_of_a_step_is_stored_with_verdict_and_advantage(tmp_path: Path) -> None:
