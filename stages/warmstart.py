@@ -43,7 +43,7 @@ from rivet.trajectory import Trajectory
 from stages.mini_controller import build_model, build_tokenizer
 from stages.stage2.config import WeightedSFTConfig, setting
 from stages.stage2.dataset import to_dataset
-from stages.stage2.training import train
+from stages.stage2.training import model_arguments, train
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def run(config: WarmstartConfig) -> Path:
             {
                 "copied_requests": copied,
                 "copied_requests_sampled": sampled,
-                "train_loss": summary["train_loss"],
+                **summary,
             }
         )
         return folder.checkpoint
@@ -239,7 +239,9 @@ def _start(
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in EXPERTS.values())
     if config.model:
         tokenizer = ProtocolTokenizer.from_pretrained(config.model)
-        pretrained: Any = AutoModelForCausalLM.from_pretrained(config.model)
+        pretrained: Any = AutoModelForCausalLM.from_pretrained(
+            config.model, **model_arguments(config)
+        )
         if (Path(config.model) / SETTINGS_FILE).is_file():
             return tokenizer, ProtocolSettings.load(config.model), pretrained
         return tokenizer, ProtocolSettings(experts=cards), pretrained

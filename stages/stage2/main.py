@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from data.problems import Problem, load_problems
@@ -36,7 +37,7 @@ from stages.stage2.filter import (
     filter_trajectories,
     funnel_text,
 )
-from stages.stage2.training import train
+from stages.stage2.training import model_arguments, train
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,13 @@ def run(config: Stage2Config) -> Path:
     with RunDir.open(
         config.output_dir, config, stage="stage2", overwrite=config.overwrite
     ) as folder:
-        funnel = prepare_dataset(config, folder, tokenizer, settings)
+        with PartialState().main_process_first():
+            funnel = prepare_dataset(config, folder, tokenizer, settings)
         dataset = read_dataset(folder.path / "dataset")
         summary = train(
             folder,
             config,
-            model=AutoModelForCausalLM.from_pretrained(config.model),
+            model=AutoModelForCausalLM.from_pretrained(config.model, **model_arguments(config)),
             tokenizer=tokenizer,
             settings=settings,
             objective=config.objective(),

@@ -7,7 +7,7 @@ that `tests/stages/test_stage2_contract.py` pins:
   `num_items_in_batch`, once an optimizer step; here it is Z, so accumulation is exact.
 - `SFTTrainer.__init__` gives the model TRL's fused LM head: log-probabilities without logits.
 - `Trainer._set_signature_columns_if_needed`, `Trainer._get_train_sampler`,
-  `Trainer.model_accepts_loss_kwargs`, `SFTTrainer._metrics`.
+  `Trainer.model_accepts_loss_kwargs`, `SFTTrainer._metrics`, `SFTTrainer._total_train_tokens`.
 - `trl.trainer.utils._use_triton` and `_CHUNKED_LOGPROB_CHUNK_SIZE`: see `_score_trained_only`.
 
 Packing is ours (`stages.stage2.batching`): TRL's own refuses a collator, and cuts trajectories.
@@ -94,7 +94,7 @@ class Stage2Trainer(SFTTrainer):
         # Our loss is normalised over the whole step whatever the model's forward accepts.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
-        self._last_log = (time.perf_counter(), 0)
+        self._last_log = time.perf_counter()
 
     def compute_loss(
         self,
@@ -154,11 +154,10 @@ class Stage2Trainer(SFTTrainer):
                 metrics[f"loss/{group}"] = sums[f"nll/{group}"] / sums[f"count/{group}"]
         if self._is_training:
             self._total_train_tokens += int(sums["tokens"])
-            now, before = time.perf_counter(), self._last_log
-            seconds = max(now - before[0], 1e-9)
-            metrics["speed/tokens_per_s"] = (self._total_train_tokens - before[1]) / seconds
+            now = time.perf_counter()
+            metrics["speed/tokens_per_s"] = sums["tokens"] / max(now - self._last_log, 1e-9)
             metrics["num_tokens"] = self._total_train_tokens
-            self._last_log = (now, self._total_train_tokens)
+            self._last_log = now
         return metrics
 
     def _record(self, outputs: Any, inputs: dict[str, Any], is_format: torch.Tensor) -> None:

@@ -11,9 +11,9 @@ and epoch alone, so the parameters end the same as without the interruption.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
+from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 from rivet.files import atomic_folder, remove
@@ -57,7 +58,7 @@ def train(
     objective: Objective,
     dataset: Dataset,
     peft_config: PeftConfig | None = None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Train, resuming if the run folder holds a checkpoint, and save `run.checkpoint`.
 
     Args:
@@ -71,18 +72,18 @@ def train(
         peft_config: Train an adapter, merged into the saved weights.
 
     Returns:
-        The trainer's summary: `train_loss`, `train_runtime` in seconds, ...
+        `steps`, and of the last logged step `loss` and `num_tokens`.
 
     Raises:
         Interrupted: A signal asked to stop; the state is saved.
     """
+    disable_progress_bar()  # of reading and writing weights, which tears ours apart
     folder = run.path / "trainer"
+    args = copy.copy(args)
     args.output_dir = str(folder)
     resume_from = last_checkpoint(folder, clean=run.is_writer)
-    last_step = 0 if resume_from is None else _step_of(resume_from)
-    run.trim_metrics(last_step)
-    if resume_from is not None:
-        logger.info("resuming from step %d", last_step)
+    state = {} if resume_from is None else _state_of(Path(resume_from))
+    run.trim_metrics(state.get("global_step", 0))
     with interruptible() as stop:
         trainer = Stage2Trainer(
             model,
@@ -95,16 +96,29 @@ def train(
         )
         for printing in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(printing)
-        logger.info(
-            "training %d parameters on %d rows",
-            get_model_param_count(trainer.model, trainable_only=True),
-            len(dataset),
-        )
-        output = trainer.train(resume_from_checkpoint=resume_from)
-        if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-            stop.check(f"step {trainer.state.global_step}")
+        trainer._total_train_tokens = max((line["num_tokens"] for line in logged(run)), default=0)
+        if resume_from is not None and state["global_step"] >= state["max_steps"]:
+            # transformers would train a step more than it was told to.
+            trainer._load_from_checkpoint(resume_from)
+        else:
+            logger.info(
+                "training %d parameters on %d rows%s",
+                get_model_param_count(trainer.model, trainable_only=True),
+                len(dataset),
+                f", from step {state['global_step']}" if state else "",
+            )
+            trainer.train(resume_from_checkpoint=resume_from)
+            if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+                stop.check(f"step {trainer.state.global_step}")
     save_checkpoint(run, trainer, tokenizer, settings)
-    return {name: value for name, value in output.metrics.items() if name != "total_flos"}
+    steps = max(trainer.state.global_step, state.get("global_step", 0))
+    last = logged(run)[-1:] or [{}]
+    return {"steps": steps, **{k: last[0][k] for k in ("loss", "num_tokens") if k in last[0]}}
+
+
+def logged(run: RunDir) -> list[dict[str, Any]]:
+    """Lines of the run's metrics that belong to a training step."""
+    return [line for line in run.metrics() if "loss" in line]
 
 
 def save_checkpoint(
@@ -128,6 +142,12 @@ def save_checkpoint(
         settings.save(temporary)
 
 
+def model_arguments(args: SFTConfig) -> dict[str, Any]:
+    """Arguments for loading the controller: `model_init_kwargs`, in float32 unless they say."""
+    given = args.model_init_kwargs
+    return {"dtype": "float32", **(given if isinstance(given, dict) else {})}
+
+
 def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
     """The trainer's last whole checkpoint, None if there is none.
 
@@ -135,27 +155,24 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
         folder: The trainer's output folder.
         clean: Remove what a kill left half-written.
     """
-    found = []
+    found: list[tuple[int, str]] = []
     for path in folder.glob("checkpoint-*"):
-        if _is_whole(path):
-            found.append(path)
+        if state := _state_of(path):
+            found.append((state["global_step"], str(path)))
         elif clean:
             logger.warning("%s: not whole, left by an interrupted save; removed", path)
             remove(path)
-    return str(max(found, key=lambda path: _step_of(str(path)))) if found else None
+    return max(found)[1] if found else None
 
 
-def _is_whole(path: Path) -> bool:
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint, empty if the checkpoint is not whole."""
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(state, dict) and state.get("global_step") == _step_of(str(path))
-
-
-def _step_of(checkpoint: str) -> int:
-    match = re.search(r"checkpoint-(\d+)$", checkpoint)
-    return int(match[1]) if match else -1
+        return {}
+    is_whole = isinstance(state, dict) and checkpoint.name == f"checkpoint-{state['global_step']}"
+    return state if is_whole else {}
 
 
 class RunCallback(TrainerCallback):

@@ -72,6 +72,7 @@ def test_trl_gives_the_model_its_fused_head_with_the_outputs_that_we_log() -> No
 def test_metrics_are_averaged_from_lists_in_log() -> None:
     assert "self._metrics[mode].items()" in source(SFTTrainer.log)
     assert "self._metrics[mode].clear()" in source(SFTTrainer.log)
+    assert "self._total_train_tokens" in source(SFTTrainer.compute_loss)
 
 
 def test_sampler_hook_is_called_with_the_data_set_and_epoch_reaches_it() -> None:

@@ -90,7 +90,9 @@ def test_filter_runs_before_training(finished: Path) -> None:
     funnel = json.loads((finished / "dataset" / "funnel.json").read_text())
     assert funnel["read"] == 27 and funnel["kept"] == 20
     results = json.loads((finished / "finished.json").read_text())["results"]
-    assert results["kept"] == 20 and results["train_loss"] > 0
+    assert (results["kept"], results["steps"]) == (20, 8)
+    steps = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert (results["loss"], results["num_tokens"]) == (steps[-1]["loss"], steps[-1]["num_tokens"])
 
 
 def test_training_lowers_the_loss_of_experts_text_and_tags(finished: Path) -> None:
@@ -148,6 +150,25 @@ def test_interrupted_run_resumes_to_the_same_weights(
     torch.testing.assert_close(weights(output), weights(finished), rtol=0, atol=0)
     steps = [json.loads(s)["step"] for s in (output / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
+
+
+def test_run_cut_before_its_checkpoint_is_written_trains_no_further_step(
+    finished: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "save_checkpoint", fail)
+        with pytest.raises(OSError, match="disk gone"):
+            run(config_of(inputs, tmp_path / "run"))
+    run(config_of(inputs, tmp_path / "run"))
+    torch.testing.assert_close(weights(tmp_path / "run"), weights(finished), rtol=0, atol=0)
+    before, after = (
+        json.loads((folder / "finished.json").read_text())["results"]
+        for folder in (finished, tmp_path / "run")
+    )
+    assert after == before
 
 
 def test_half_written_trainer_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
