@@ -70,19 +70,15 @@ def read_condition(folder: str | Path) -> Condition:
         ConditionError: There is none, or a file is broken.
     """
     folder = Path(folder)
-    if not (folder / _RESULTS).is_file():
+    results = _read(folder / _RESULTS) if (folder / _RESULTS).is_file() else {}
+    if not isinstance(results, dict) or not {"checkpoint", "condition"} <= results.keys():
         inside = sorted(p.parent.name for p in folder.glob(f"*/{_RESULTS}"))
         hint = f"did you mean one of {', '.join(inside)} in it?" if inside else "run `rivet eval`"
-        raise ConditionError(
-            f"{folder}: no {_RESULTS} here; expected the folder of a finished condition: {hint}"
-        )
+        raise ConditionError(f"{folder}: expected the folder of a finished condition: {hint}")
     settings = read_store_settings(folder / STORE)
     if settings is None:
         raise ConditionError(f"{folder}/{STORE}: no settings.json here; evaluate again")
-    results, scores = (_read(folder / name) for name in (_RESULTS, _SCORES))
-    if not isinstance(results, dict) or not {"checkpoint", "condition"} <= results.keys():
-        raise ConditionError(f"{folder / _RESULTS}: no summary of a condition; pass its folder")
-    return Condition(folder, results, scores, settings)
+    return Condition(folder, results, _read(folder / _SCORES), settings)
 
 
 def _read(path: Path) -> Any:

@@ -26,10 +26,11 @@ from data.problems import Problem, load_problems
 from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
 from eval.generate import sample
-from eval.runtime import Runtime, open_runtime
+from eval.runtime import Runtime, check_checkpoint, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
 from rivet.config import parse_config
+from rivet.experts.config import load_experts
 from rivet.experts.types import Experts
 from rivet.rollout.backend import SamplingParams
 from rivet.runs import RunDir
@@ -133,6 +134,9 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
 
     Raises:
         EvalError: No checkpoint, or no experts for the condition that needs them.
+        eval.runtime.CheckpointError, rivet.settings.SettingsError: It is no checkpoint.
+        rivet.experts.config.ExpertsFileError: The experts file is broken.
+        data.problems.ProblemFileError: The problems file is broken.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     if not config.model:
@@ -144,6 +148,9 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
             "condition `experts` needs experts: give an experts.yaml, leave the condition out, or "
             "use `rivet eval`, which serves the embedded ones"
         )
+    check_checkpoint(config.model)
+    if "experts" in config.conditions and experts is None:
+        load_experts(config.experts)  # before the run folder: its faults are the command's
     problems, competent = load_test_set(config)
     output = Path(config.output_dir)
     with RunDir.open(

@@ -87,15 +87,15 @@ async def open_runtime(
         rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
     """
     import torch
-    from rivet.rollout.engine import RolloutEngine
     from transformers import AutoModelForCausalLM
 
     from rivet.experts.config import load_experts
     from rivet.experts.pool import ExpertPool
+    from rivet.rollout.engine import RolloutEngine
     from rivet.rollout.local import LocalBackend
     from sandbox import PythonSandbox
 
-    settings = ProtocolSettings.load(checkpoint)
+    settings = check_checkpoint(checkpoint)
     if max_completion_length is not None:
         limits = replace(settings.limits, max_completion_length=max_completion_length)
         settings = replace(settings, limits=limits)
@@ -129,24 +129,40 @@ async def open_runtime(
         )
 
 
+def check_checkpoint(checkpoint: str | Path) -> ProtocolSettings:
+    """Settings of a checkpoint folder, once it is seen to hold one.
+
+    Raises:
+        CheckpointError: The folder has no weights.
+        rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
+    """
+    settings = ProtocolSettings.load(checkpoint)
+    _weight_files(checkpoint)
+    return settings
+
+
 def weights_fingerprint(checkpoint: str | Path) -> str:
     """Digest of a checkpoint's weights: equal for equal weights, wherever they lie.
 
     Raises:
         CheckpointError: There are none.
     """
+    state = hashlib.blake2b(digest_size=16)
+    for path in _weight_files(checkpoint):
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                state.update(block)
+    return state.hexdigest()
+
+
+def _weight_files(checkpoint: str | Path) -> list[Path]:
     folder = Path(checkpoint)
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         raise CheckpointError(
             f"{folder}: no weights here; expected a checkpoint folder with *.safetensors"
         )
-    state = hashlib.blake2b(digest_size=16)
-    for path in files:
-        with open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                state.update(block)
-    return state.hexdigest()
+    return files
 
 
 def _describe_experts(experts: Experts | None) -> list[Any]:

@@ -18,6 +18,7 @@ from eval.conditions import read_condition
 from eval.main import EvalConfig, EvalError, main, run
 from eval.runtime import CheckpointError, Runtime, open_runtime, weights_fingerprint
 from rivet.config import load_config
+from rivet.experts.config import ExpertsFileError
 from rivet.experts.types import ExpertReply
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDirError, RunFinishedError
@@ -98,6 +99,8 @@ def scripted_runtime(monkeypatch: pytest.MonkeyPatch, prompts):
         yield Runtime(engine, grader, prompts, prompts.tokenizer, settings, "weights", ["calc"])
 
     monkeypatch.setattr(eval.main, "open_runtime", open_scripted)
+    monkeypatch.setattr(eval.main, "check_checkpoint", lambda model: None)
+    monkeypatch.setattr(eval.main, "load_experts", lambda path: [])
     return opened
 
 
@@ -224,7 +227,9 @@ def test_the_command_prints_the_table_and_passes_the_experts_on(
     assert "| stage1     | experts   |" in out and "expert-removal gap" in out
 
 
-def test_impossible_settings_fail_before_anything_starts(tmp_path, problems_file) -> None:
+def test_impossible_settings_fail_before_anything_starts(
+    checkpoint, tmp_path, problems_file
+) -> None:
     for change, message in [
         ({"conditions": ["remote"]}, "conditions is"),
         ({"conditions": []}, "conditions is"),
@@ -240,8 +245,13 @@ def test_impossible_settings_fail_before_anything_starts(tmp_path, problems_file
         run(config_of(tmp_path, problems_file, model=""))
     with pytest.raises(EvalError, match="needs experts"):
         run(config_of(tmp_path, problems_file, experts="embedded"))
+    with pytest.raises(SettingsError, match="no such file"):
+        run(config_of(tmp_path, problems_file))
+    model = str(checkpoint)
+    with pytest.raises(ExpertsFileError, match="no such file"):
+        run(config_of(tmp_path, problems_file, model=model))
     with pytest.raises(ProblemFileError, match="no such file"):
-        run(config_of(tmp_path, tmp_path / "missing.jsonl"))
+        run(config_of(tmp_path, tmp_path / "missing", model=model, conditions=["local"]))
     assert not (tmp_path / "run").exists()
 
 
