@@ -24,7 +24,7 @@ from rivet.grading.evaluate import is_constant
 from rivet.grading.reals import as_reals, same_reals
 from rivet.grading.relations import names_value, same_relation, stated_value, strip_name
 from rivet.grading.tree import Node, number
-from rivet.grading.units import DEGREE, PERCENT
+from rivet.grading.units import DEGREE, PERCENT, RADIAN
 
 
 def same(gold: Answer, answer: Answer) -> bool:
@@ -62,6 +62,8 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return _same_value(gold, answer)
     if PERCENT in (gold.unit, answer.unit):
         return _same_percentage(gold, answer)
+    if {gold.unit, answer.unit} == {DEGREE, RADIAN}:
+        return _same_angle(gold, answer)
     if gold.unit and answer.unit:
         if gold.unit.dimension != answer.unit.dimension:
             return False

@@ -58,6 +58,7 @@ _DELIMITER = re.compile(r"\\[()\[\]](?![a-zA-Z])|\$+")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degrees?(?![a-zA-Z])|\\textdegree")
 _ORDINAL_ENDING = r"(?:\\text\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![a-zA-Z]))"
 _ORDINAL = re.compile(rf"(?<=\d)\s*(?:\^\s*\{{\s*{_ORDINAL_ENDING}\s*\}}|\^?\s*{_ORDINAL_ENDING})")
+_OVER = re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}")
 _SYNONYMS = [
     (re.compile(rf"\\(?:{names})(?![a-zA-Z])"), spelled)
@@ -108,6 +109,7 @@ def normalize(text: str) -> str:
     text = _SIZE.sub("", text)
     text = _DELIMITER.sub(" ", text)
     text = _DECORATION.sub(" ", _unbox(text))
+    text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _FONT_SWITCH.sub(" ", text)
     text = _OPERATOR_NAME.sub(r"\\\1 ", text)

@@ -132,10 +132,11 @@ def _from_relation(relation: Relation) -> Reals | None:
         return magnitude
     sides, operators = list(relation.sides), list(relation.operators)
     names = [_unknown(side) for side in sides]
-    if sum(name is not None for name in names) != 1 or len(sides) > 3:
-        return None
-    at = next(index for index, name in enumerate(names) if name is not None)
-    if len(sides) == 3 and at != 1:
+    if len(sides) == 3 and names[1] is not None:
+        at = 1
+    elif len(sides) == 2 and names.count(None) == 1:
+        at = 1 if names[0] is None else 0
+    else:
         return None
     pieces = [Piece(_MINUS_INFINITY, False, _INFINITY, False)]
     for index, operator in enumerate(operators):

@@ -31,6 +31,7 @@ _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+(?![\d.]))?|\.\d+(?:[eE][+-]?\d+(?![\d.]))?")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_NUMBER_FRACTION = re.compile(r"\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _POINTS = re.compile(r"(?:\s*[A-Za-z](?:_\{?\d+\}?)?'*)+")
 _PRIMES = re.compile(r"\^\s*\{?\s*(\\prime\s*)+\}?|\^\s*\{?\s*\*\s*\}?(?!\w)")
@@ -99,11 +100,24 @@ class _Parser(Scanner):
                 self.operator(command)
                 node = Node("div", (node, self.signed_power()))
             elif self.starts_factor():
-                if char.isdigit() and self.text[self.at - 1].isalpha():
-                    raise self.fail("a digit behind a letter")
-                node = Node("mul", (node, self.power()))
+                node = Node("mul", (node, self.adjacent(node)))
             else:
                 return node
+
+    def adjacent(self, before: Node) -> Node:
+        """Read a factor written without an operator.
+
+        A bare number does not stand behind another factor: `7 8` is not 56, and `x1` is not x; but
+        `n 2^n` is a product.
+        """
+        behind_digit = self.text[: self.at].rstrip()[-1:].isdigit()
+        starts_number = self.peek().isdigit() or self.peek() == "."
+        if before.op == "number" and _NUMBER_FRACTION.match(self.text, self.at):
+            raise self.fail("a mixed number that is none")
+        factor = self.power()
+        if starts_number and (behind_digit or factor.op == "number"):
+            raise self.fail("a number behind another factor")
+        return factor
 
     def operator(self, command: str) -> None:
         if command:
@@ -419,5 +433,5 @@ class _Parser(Scanner):
             self.at += 1
         node = self.power()
         while self.starts_factor() and self.command() not in FUNCTIONS and self.peek() not in "([":
-            node = Node("mul", (node, self.power()))
+            node = Node("mul", (node, self.adjacent(node)))
         return Node("neg", (node,)) if negative else node

@@ -65,8 +65,6 @@ _define("radian", "1", "rad radian")
 _define("ounce", "1", "oz ounce")
 _define("gallon", "1", "gal gallon")
 _define("ton", "1", "ton")
-_define("speed", "1397/3125", "mph")
-_define("speed", "5/18", "kph kmh kmph")
 for _name in (
     "N newton J joule W watt V volt A ampere Hz hertz K kelvin Pa pascal mol mole C coulomb T "
     "tesla eV Å angstrom kJ kW kPa MPa MeV keV nm atm bar cal kcal calorie"
@@ -90,6 +88,7 @@ class Unit:
 
 PERCENT = Unit("percent", Fraction(1))
 DEGREE = Unit("angle", Fraction(1))
+RADIAN = Unit("radian", Fraction(1))
 _PREFIX_UNITS = {
     r"\dollar": Unit("money", Fraction(1)),
     r"\euro": Unit("euro", Fraction(1)),
@@ -124,6 +123,7 @@ def read_unit(text: str) -> Unit | None:
     text = re.sub(r"\\cdot", " ", text)
     text = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1 ", text).replace(".", " ")
     text = re.sub(r"\s*/\s*|\b[Pp]er\b", " per ", text)
+    text = re.sub(r"\bmph\b", " mi per h ", re.sub(r"\b(?:kph|kmph|kmh)\b", " km per h ", text))
     tokens = text.split()
     if not tokens:
         return None
