@@ -1,0 +1,61 @@
+"""Problems in the grader's terms, with the real grader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from scripted import completion, trajectory_of
+
+from data.miniworld.tasks import build_split
+from data.problems import Problem
+from eval.grade import GoldError, answer_text, grade_answer, grade_trajectory
+from rivet.grading import Grader
+from rivet.rollout.types import RolloutRequest
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    """One grader for all tests here."""
+    with Grader(workers=1) as opened:
+        yield opened
+
+
+async def test_every_family_of_the_mini_world_pays_its_gold_and_no_other_answer(grader) -> None:
+    for problem in build_split("validation", 2, seed=3):
+        right = await grade_answer(grader, problem, f"\\boxed{{{problem.answer}}}")
+        wrong = await grade_answer(grader, problem, f"\\boxed{{{problem.answer}1}}")
+        assert (right.outcome, wrong.outcome) == ("right", "wrong"), problem
+
+
+async def test_choices_reach_the_grader(grader) -> None:
+    problem = Problem("q", "Which?", "B", "toy", "choice", {"choices": ["3", "4", "5", "6"]})
+    assert (await grade_answer(grader, problem, "\\boxed{B}")).outcome == "right"
+    assert (await grade_answer(grader, problem, "\\boxed{A}")).outcome == "wrong"
+
+
+async def test_a_trajectory_gets_outcome_reward_and_what_was_read(grader, tag_tokenizer) -> None:
+    problem = Problem("q", "gcd?", "6")
+    for answer, outcome, reward in [("6", "right", 1.0), ("7", "wrong", 0.0)]:
+        row = trajectory_of(tag_tokenizer, RolloutRequest("q", (1,)), completion("numth", answer))
+        graded = await grade_trajectory(grader, problem, row, tag_tokenizer)
+        assert (graded.outcome, graded.reward) == (outcome, reward)
+        assert graded.info["extracted"] == answer and graded.info["reason"]
+    unfinished = trajectory_of(
+        tag_tokenizer, RolloutRequest("q", (1,)), completion("numth", "6")[:1], ends=False
+    )
+    graded = await grade_trajectory(grader, problem, unfinished, tag_tokenizer)
+    assert (graded.outcome, graded.reward) == ("no_answer", 0.0)
+
+
+def test_in_plain_mode_the_whole_completion_is_read(tag_tokenizer) -> None:
+    request = RolloutRequest("q", (1,), mode="plain")
+    row = trajectory_of(tag_tokenizer, request, [("So it is \\boxed{6}.", "controller")])
+    assert "So it is \\boxed{6}." in (answer_text(row, tag_tokenizer) or "")
+
+
+async def test_what_cannot_be_graded_against_names_the_problem(grader) -> None:
+    with pytest.raises(GoldError, match=r"problem q: .*meta\.entry"):
+        await grade_answer(grader, Problem("q", "?", "6", "", "reasoning_gym"), "\\boxed{6}")
+    with pytest.raises(GoldError, match="problem q: cannot be graded"):
+        await grade_answer(grader, Problem("q", "?", "Paris", "", "choice"), "\\boxed{B}")
