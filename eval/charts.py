@@ -31,7 +31,7 @@ class Panel:
 
 # In the order shown; a panel without data is left out.
 PANELS = (
-    Panel("Reward and right answers", ("reward/mean", "rollout/right", "reward"), "share"),
+    Panel("Reward and right answers", ("reward/mean", "rollout/right"), "share"),
     Panel(
         "Structure",
         ("rollout/well_formed", "rollout/truncated", "rollout/fabricated_output"),

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+MAX_POINTS = 400  # per line: more cannot be told apart at this size
 PALETTE = 8  # classes c0 to c7 in report.css
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 12, 10, 32
@@ -58,14 +59,15 @@ def line_chart(
     """Lines over steps: each value faint, their moving average bold, with a legend.
 
     Args:
-        series: Name to points (x, y); points that are not finite are left out.
+        series: Name to points (x, y); points that are not finite are left out, and neighbours
+            of a very long line are averaged.
         label: What the chart shows, for screen readers.
         is_share: Draw on a 0 to 100% axis.
         x_label: Name of the x axis.
     """
     clean = {
-        n: [(x, y) for x, y in p if math.isfinite(x) and math.isfinite(y)]
-        for n, p in series.items()
+        name: binned([(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)])
+        for name, points in series.items()
     }
     clean = {name: points for name, points in clean.items() if points}
     if not clean:
@@ -176,6 +178,15 @@ def stacked_bars(
     body.append(_percent_grid(at, height - _BOTTOM, height - _BOTTOM))
     names = [category.replace("_", " ") for category in categories]
     return _svg(width, height, label, body) + _legend(names, classes)
+
+
+def binned(points: Points, most: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Neighbours averaged so that at most `most` points are left; few points stay as they are."""
+    size = -(-len(points) // most)
+    if size <= 1:
+        return list(points)
+    groups = [points[n : n + size] for n in range(0, len(points), size)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

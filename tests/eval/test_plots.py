@@ -11,6 +11,7 @@ import pytest
 from eval.charts import curve_panels, phase_table, result_charts
 from eval.plots import (
     Bar,
+    binned,
     interval_chart,
     line_chart,
     moving_average,
@@ -97,6 +98,15 @@ def test_the_moving_average_keeps_constants_and_slopes() -> None:
     line = moving_average([(n, 2.0 * n) for n in range(100)])
     assert [y for _, y in line] == pytest.approx([2.0 * n for n in range(100)])
     assert moving_average([(0, 1.0), (1, 5.0)]) == [(0, 1.0), (1, 5.0)]
+
+
+def test_long_runs_are_binned_without_moving_their_mean() -> None:
+    points = [(float(n), float(n % 7)) for n in range(14_000)]
+    few = binned(points)
+    assert len(few) == 400
+    assert sum(y for _, y in few) / 400 == pytest.approx(sum(y for _, y in points) / 14_000)
+    assert few[0][0] < 35 and few[-1][0] > 13_900
+    assert len(svg_of(line_chart({"a": points}, label="x")).findall("circle")) == 400
 
 
 def test_panels_show_what_was_measured_and_nothing_else() -> None:
