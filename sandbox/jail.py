@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import stat
 from dataclasses import asdict, dataclass, field
 
@@ -100,6 +101,8 @@ def lock_down(plan: JailPlan, layers: Layers, limits: SandboxLimits) -> None:
         _try(plan, layers, "root", lambda: _change_root(plan, limits))
         if layers.lacks("root"):
             layers.missing["scratch"] = "needs its own root"
+    if not layers.lacks("uts"):
+        _try(plan, layers, "uts", lambda: socket.sethostname("sandbox"))
     if is_root:
         _try(plan, layers, "uid", lambda: _become_ordinary(plan, layers))
         _try(plan, layers, "user", lambda: _new_user_namespace(own_proc))

@@ -146,9 +146,9 @@ def _finish_like_the_interpreter() -> None:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
         try:
-            stream.flush()
+            getattr(sys, name).flush()
         except BaseException:  # replaced or closed by the program: its output is its own affair
             pass
 

@@ -141,3 +141,31 @@ def _processes(text: str) -> list[int]:
         if text in name or text in line:
             found.append(int(entry.name))
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below `pid`, as the host sees them."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(stat[stat.rindex(")") + 2 :].split()[1])
+    found, todo = [], [pid]
+    while todo:
+        children = [child for child, parent in parents.items() if parent == todo[0]]
+        found += children
+        todo = todo[1:] + children
+    return found
+
+
+def session(leader: int) -> list[int]:
+    """Return the pids that are left of the session that `leader` started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                if int(stat[stat.rindex(")") + 2 :].split()[3]) == leader:
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,147 @@
+"""Who outlives whom: the owner's death, forks of the owner, threads, a busy owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import attack_suite
+import pytest
+from conftest import MODES
+
+from sandbox import PythonSandbox, SandboxError
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = """
+import os, sys, threading, time
+sys.path.insert(0, {root!r})
+from sandbox import PythonSandbox
+box = PythonSandbox(slots=2, _disabled={disabled!r})
+box.start()
+for code in ("import time\\ntime.sleep(60)", "while True: pass"):
+    threading.Thread(target=box.run_sync, args=(code,), daemon=True).start()
+{extra}
+print(box._zygote.pid, flush=True)
+time.sleep(60)
+"""
+# A forked helper keeps a copy of every socket of its dead parent open.
+FORKED_HELPER = "if os.fork() == 0: time.sleep(60)"
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    """Return whether `condition` comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    return bool(condition())
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes is left."""
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("disabled", [(), MODES["no-namespaces"]], ids=["full", "reduced"])
+def test_everything_ends_with_its_owner(how, disabled):
+    check_death(OWNER.format(root=str(ROOT), disabled=disabled, extra=""), how)
+
+
+def test_a_fork_of_the_owner_keeps_nothing_alive():
+    code = OWNER.format(root=str(ROOT), disabled=(), extra=FORKED_HELPER)
+    check_death(code, signal.SIGKILL)
+
+
+def check_death(code: str, how: int) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert owner.stdout is not None
+        zygote = int(owner.stdout.readline())
+        assert wait_until(lambda: len(attack_suite.descendants(zygote)) >= 4)  # slots, children
+        pids = [zygote, *attack_suite.descendants(zygote)]
+        owner.send_signal(how)
+        owner.wait()
+        assert wait_until(lambda: gone(pids))
+    finally:
+        os.killpg(owner.pid, signal.SIGKILL) if owner.poll() is None else None
+        for pid in attack_suite.session(owner.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_death_of_the_zygote_ends_its_slots_and_their_children():
+    with PythonSandbox(slots=1) as box:
+        assert box._zygote is not None
+        thread = threading.Thread(target=box.run_sync, args=("while True: pass",))
+        thread.start()
+        zygote = box._zygote
+        assert wait_until(lambda: len(attack_suite.descendants(zygote.pid)) >= 2)
+        pids = attack_suite.descendants(zygote.pid)
+        zygote.kill()
+        assert wait_until(lambda: gone(pids))
+        box.close()
+        thread.join()
+
+
+def test_a_forked_owner_is_told_to_open_its_own():
+    with PythonSandbox(slots=1) as box:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                box.run_sync("1")
+            except SandboxError as error:
+                os._exit(7 if "open one of its own" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert box.run_sync("1").text() == "1"
+
+
+def test_it_opens_in_a_thread_that_ends():
+    box = PythonSandbox(slots=1)
+    thread = threading.Thread(target=box.start)
+    thread.start()
+    thread.join()
+    try:
+        assert box.run_sync("1").text() == "1"
+    finally:
+        box.close()
+
+
+@pytest.mark.slow
+def test_it_opens_beside_torch_and_busy_threads():
+    torch = pytest.importorskip("torch")
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with PythonSandbox(slots=1) as box:
+            assert box.run_sync("import sys\n'torch' in sys.modules").text() == "False"
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_interrupt_in_a_waiting_call_leaves_the_sandbox_usable():
+    with PythonSandbox(slots=1) as box:
+
+        def interrupt() -> None:
+            assert wait_until(lambda: len(attack_suite.descendants(box._zygote.pid)) >= 2)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            box.run_sync("import time\ntime.sleep(9)")
+        thread.join()
+        assert box.run_sync("1").text() == "1"
