@@ -63,7 +63,7 @@ report: setup ## write the HTML report of a run folder: ARGS="runs/demo"
 	$(BIN)/rivet report $(ARGS)
 
 export: setup ## write a checked Hugging Face folder
-	$(BIN)/rivet export $(or $(RECIPE),stages/recipes/export_mini.yaml) $(ARGS)
+	$(BIN)/rivet export --config $(or $(RECIPE),stages/recipes/export_mini.yaml) $(ARGS)
 
 solve: setup ## answer one problem: ARGS='runs/demo/export "What is 12 + 34?"'
 	$(BIN)/rivet solve $(ARGS)

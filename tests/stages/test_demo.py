@@ -1,0 +1,163 @@
+"""The demo and the study: every phase for real at a size of seconds, a kill in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rivet.config import ConfigError, load_config
+from rivet.settings import ProtocolSettings
+from stages.demo import RECIPE, DemoConfig, results_table
+from stages.pipeline import Phases
+from stages.study import StudyConfig, table
+
+REPO = Path(__file__).parents[2]
+# Nothing is learnt at this size; what is tested is that every phase runs and hands on.
+SMALL = {
+    "warmstart": {"max_steps": 40, "dialogues": 1500, "gate": 0.0, "gate_problems": 2},
+    "stage1": {"max_steps": 2, "collapse_alarm": "off", "save_steps": 1},
+    "collect": {"limit": 48, "temperature": 1.0},
+    "stage2": {"max_steps": 3, "require_use": "any", "require_code_ok": False},
+    "eval": {"problems_per_family": 4},
+}
+
+
+def command(name: str, recipe: Path, folder: Path, **extra: object) -> list[str]:
+    """A `rivet` command line at the small size."""
+    arguments = [sys.executable, "-m", "stages.cli", name, str(recipe), "--output_dir", str(folder)]
+    for key, value in {**SMALL, **extra}.items():
+        arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    return arguments
+
+
+def run_to_the_end(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(arguments, cwd=REPO, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def row(checkpoint: str, condition: str, **values: object) -> dict[str, object]:
+    share = {"accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6, "well_formed": 0.9}
+    share |= {"well_formed_ci": [0.8, 0.95], "route_accuracy": 0.25}  # type: ignore[dict-item]
+    share |= {"route_accuracy_ci": [0.2, 0.3]}  # type: ignore[dict-item]
+    return {"checkpoint": checkpoint, "condition": condition, "n": 600, **share, **values}
+
+
+def test_the_table_shows_every_stage_with_intervals() -> None:
+    rows = [row(c, k) for c in ("warm", "stage1", "stage2") for k in ("experts", "local")]
+    rendered = results_table(rows)
+    assert rendered.row_count == 3
+    cells = [list(column.cells) for column in rendered.columns]
+    assert cells[0] == ["warm start", "Stage I", "Stage II"]
+    assert cells[1] == ["50.0 [40.0, 60.0]"] * 3
+    assert cells[3] == ["25.0 [20.0, 30.0]"] * 3
+
+
+def test_the_study_table_gives_mean_and_seeds() -> None:
+    labels = {"arm": "positive", "stage2": "none"}
+    rows = [
+        row("stage1", "local", seed=seed, accuracy=accuracy, **labels)
+        for seed, accuracy in ((1, 0.2), (2, 0.4))
+    ]
+    line = table(rows).splitlines()[-1]
+    assert line.startswith("| positive | none | 30.0 (20.0/40.0) | - |")
+
+
+def test_an_arm_that_names_no_variant_is_refused() -> None:
+    with pytest.raises(ConfigError, match="arms: a: unknown plane"):
+        load_config(StudyConfig, arms={"a": {"stage2": ["plane"]}}, variants={"plain": {}})
+
+
+def test_a_size_without_recipes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="size is 'huge'"):
+        load_config(DemoConfig, RECIPE, size="huge")
+
+
+def test_phase_times_add_up_over_runs(tmp_path: Path) -> None:
+    path = tmp_path / "phases.json"
+    seconds = []
+    for _ in range(2):
+        with Phases.load(path).timed("warm"):
+            sum(range(200_000))
+        seconds.append(json.loads(path.read_text())["warm"][0])
+    assert 0 < seconds[0] < seconds[1]
+    assert [phase["name"] for phase in Phases.load(path).rows()] == ["warm"]
+
+
+@pytest.mark.slow
+def test_the_demo_runs_is_killed_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    arguments = command("demo", RECIPE, folder)
+    process = subprocess.Popen(
+        arguments, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    # Killed in Stage I, after its first checkpoint.
+    deadline = time.monotonic() + 600
+    while not list(folder.glob("stage1/trajectories/*.parquet")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    warm = (folder / "warm" / "checkpoint" / "model.safetensors").stat().st_mtime_ns
+
+    done = run_to_the_end(arguments)
+
+    assert (folder / "warm" / "checkpoint" / "model.safetensors").stat().st_mtime_ns == warm
+    results = json.loads((folder / "results.json").read_text())
+    pairs = [(r["checkpoint"], r["condition"]) for r in results["rows"]]
+    assert pairs == [(c, k) for c in ("warm", "stage1", "stage2") for k in ("experts", "local")]
+    for r in results["rows"]:
+        assert r["n"] == 24 and 0 <= r["ci_low"] <= r["accuracy"] <= r["ci_high"] <= 1
+        assert 0 <= r["well_formed"] <= 1
+    assert {"name", "wall_s", "cpu_s"} == set(results["phases"][0])
+    assert ProtocolSettings.load(results["export"]).prompt == "bare"
+    assert "<html" in (folder / "report" / "report.html").read_text()
+    for path in ("report/report.html", "collect/trajectories", "export", "config.json"):
+        assert str(folder / path) in done.stdout
+
+    again = run_to_the_end(arguments)
+    assert "is finished; --overwrite true runs it again" in again.stderr
+    assert again.stdout == done.stdout
+
+
+@pytest.mark.slow
+def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    arms = {
+        "mask": {"stage1": {"expert_loss": "mask"}, "stage2": ["plain"]},
+        "broken": {"stage1": {"expert_weight": -1.0}, "stage2": []},
+    }
+    arguments = command(
+        "study",
+        RECIPE.with_name("study_mini.yaml"),
+        folder,
+        seeds=[1],
+        arms=arms,
+        variants={"plain": {"format_alpha": 1.0}},
+        jobs=2,
+    )
+    done = subprocess.run(
+        arguments, cwd=REPO, capture_output=True, text=True, timeout=900, env=os.environ.copy()
+    )
+    results = json.loads((folder / "results.json").read_text())
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert [f["arm"] for f in results["failures"]] == ["broken"]
+    assert "expert_weight is -1" in results["failures"][0]["error"]
+    keys = {(r["arm"], r["checkpoint"], r["stage2"], r["condition"]) for r in results["rows"]}
+    assert keys == {
+        (arm, checkpoint, stage2, condition)
+        for arm, checkpoint, stage2 in (
+            ("", "warm", "none"),
+            ("mask", "stage1", "none"),
+            ("mask", "stage2", "plain"),
+        )
+        for condition in ("experts", "local")
+    }
+    assert {r["expert_loss"] for r in results["rows"]} == {"none", "mask"}
