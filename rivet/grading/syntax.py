@@ -108,14 +108,15 @@ class _Parser(Scanner):
         """Read a factor written without an operator.
 
         A bare number does not stand behind another factor: `7 8` is not 56, and `x1` is not x; but
-        `n 2^n` is a product.
+        `n 2^n` is a product, and so is `\\frac{1}{n}4\\cos x`.
         """
-        behind_digit = self.text[: self.at].rstrip()[-1:].isdigit()
+        behind = self.text[: self.at].rstrip()[-1:]
         starts_number = self.peek().isdigit() or self.peek() == "."
         if before.op == "number" and _NUMBER_FRACTION.match(self.text, self.at):
             raise self.fail("a mixed number that is none")
         factor = self.power()
-        if starts_number and (behind_digit or factor.op == "number"):
+        is_coefficient = behind in "})" and self.starts_factor()
+        if starts_number and (behind.isdigit() or (factor.op == "number" and not is_coefficient)):
             raise self.fail("a number behind another factor")
         return factor
 
