@@ -79,6 +79,12 @@ class Stage1Config(GRPOConfig):
     route_weight: float = _setting(
         1.0, "Factor of the tokens with which the controller names an expert, at least 0."
     )
+    route_negative: float = _setting(
+        1.0,
+        "Factor of these tokens where the advantage is negative, on top of route_weight, at "
+        "least 0. Below 1 the names as a whole are pushed up, which keeps them apart from "
+        "nonsense.",
+    )
     route_entropy: float = _setting(
         0.0,
         "The entropy of each token that names an expert counts like an advantage of this size, "
@@ -153,6 +159,7 @@ class Stage1Config(GRPOConfig):
             denominator=self.denominator,
             negative_weight=self.negative_weight,
             route_weight=self.route_weight,
+            route_negative=self.route_negative,
             route_entropy=self.route_entropy,
             drop_flat_groups=self.drop_flat_groups,
             scale=self.scale_rewards,
@@ -177,8 +184,6 @@ class Stage1Config(GRPOConfig):
         for name in ("min_well_formed", "max_fault_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
-        if self.route_entropy < 0:
-            raise ValueError(f"route_entropy is {self.route_entropy}; expected at least 0")
         if self.importance_clip is not None and self.importance_clip <= 0:
             raise ValueError(f"importance_clip is {self.importance_clip}; expected above 0 or null")
         if self.loss_type not in _TOKEN_LOSSES:

@@ -43,6 +43,7 @@ class ObjectiveSettings:
         negative_weight: Factor of the controller's tokens of bad trajectories (A < 0), except
             for its route tokens.
         route_weight: Factor of the controller's route tokens.
+        route_negative: Factor of route tokens of bad trajectories, on top of `route_weight`.
         route_entropy: The entropy of each of the controller's route tokens counts as much in its
             sum as an advantage of this size.
         drop_flat_groups: Groups whose rewards are all equal train nothing and are not counted
@@ -60,13 +61,21 @@ class ObjectiveSettings:
     denominator: Denominator = "separate"
     negative_weight: float = 1.0
     route_weight: float = 1.0
+    route_negative: float = 1.0
     route_entropy: float = 0.0
     drop_flat_groups: bool = True
     scale: Scale = "group"
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
-        for name in ("expert_weight", "expert_negative", "negative_weight", "route_weight"):
+        for name in (
+            "expert_weight",
+            "expert_negative",
+            "negative_weight",
+            "route_weight",
+            "route_negative",
+            "route_entropy",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
         if self.shaping_gamma <= 0 or self.epsilon <= 0:
@@ -247,7 +256,8 @@ def _controller_weights(
 ) -> Tensor:
     """Signed weight as if every token were the controller's, shape (B*G, T)."""
     other = torch.where(advantages < 0, settings.negative_weight, 1.0) * advantages
-    route = settings.route_weight * advantages
+    route = torch.where(advantages < 0, settings.route_negative, 1.0) * advantages
+    route = settings.route_weight * route
     return torch.where(roles.route, route.unsqueeze(1), other.unsqueeze(1))
 
 

@@ -185,6 +185,11 @@ def test_negative_advantages_of_other_tokens_are_softened_and_routes_amplified()
     assert rows(result.weights) == [[2, 16, 2, 0, 0, 0, 2], [-0.5, -8, 0, 0, 0, 0, 0]]
 
 
+def test_negative_advantages_of_route_tokens_have_a_factor_of_their_own() -> None:
+    result = weigh(preset("mask", negative_weight=0.5, route_weight=8.0, route_negative=0.25))
+    assert rows(result.weights) == [[2, 16, 2, 0, 0, 0, 2], [-0.5, -2, 0, 0, 0, 0, 0]]
+
+
 def test_entropy_acts_on_route_tokens_of_trained_rows_in_the_controllers_sum() -> None:
     result = weigh(preset("positive", route_entropy=0.06))  # 6 controller tokens
     assert rows(result.entropy_weights) == [[0, 0.01, 0, 0, 0, 0, 0]] + [[0, 0.01] + [0] * 5]
