@@ -22,11 +22,13 @@ class Panel:
         metrics: Names of metrics; one that ends in `/` takes all below it.
         kind: `share` (0 to 100%), `value`, `stack` (shares that add up), or `rare` (a share that is
             shown only where it is not 0 throughout).
+        unless: Not shown where this metric is: it says the same in more detail.
     """
 
     title: str
     metrics: tuple[str, ...]
     kind: str = "value"
+    unless: str = ""
 
 
 # In the order shown; a panel without data is left out.
@@ -45,7 +47,8 @@ PANELS = (
     Panel(
         "Log-likelihood by author, nats per token", ("controller/logp", "expert/logp", "route/logp")
     ),
-    Panel("Entropy, nats", ("controller/entropy", "expert/entropy", "route/entropy", "entropy")),
+    Panel("Entropy by author, nats", ("controller/entropy", "expert/entropy", "route/entropy")),
+    Panel("Entropy, nats", ("entropy",), unless="controller/entropy"),
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Infrastructure faults", ("rollout/fault_rate",), "rare"),
 )
@@ -184,6 +187,8 @@ def _by_family(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _panel(panel: Panel, lines: Metrics) -> str:
+    if panel.unless and any(panel.unless in line for line in lines):
+        return ""
     series: dict[str, list[tuple[float, float]]] = {}
     for wanted in panel.metrics:
         for name in _names(wanted, lines):

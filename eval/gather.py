@@ -71,7 +71,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _results_of(run: Path) -> dict[str, list[Any]]:
     """Rows, phases and comparisons: the run's own, where it lacks one those of what is in it."""
     own = _read_json(run / "results.json")
-    parts = [_read_json(path) for path in sorted(run.glob("*/**/results.json"))]
+    parts = [_read_json(path) for path in _in_order(run, "*/**/results.json")]
     results: dict[str, list[Any]] = {}
     for name in ("rows", "phases", "comparisons"):
         inner = [value for part in parts for value in part.get(name) or []]
@@ -79,10 +79,21 @@ def _results_of(run: Path) -> dict[str, list[Any]]:
     return results
 
 
+def _in_order(run: Path, pattern: str) -> list[Path]:
+    """Files under a run in the order in which their own runs were begun, then by name."""
+
+    def begun(path: Path) -> tuple[str, Path]:
+        owners = [folder for folder in path.parents if folder.is_relative_to(run)]
+        starts = [_read_json(folder / "config.json").get("started_at") for folder in owners]
+        return next((str(start) for start in starts if start), ""), path
+
+    return sorted(run.glob(pattern), key=begun)
+
+
 def _named_parts(run: Path, pattern: str, with_run: bool) -> dict[str, Path]:
     """What lies under a run by the folder it lies in, such as `eval/stage1/local`."""
     parts = {}
-    for path in sorted(run.glob(f"**/{pattern}")):
+    for path in _in_order(run, f"**/{pattern}"):
         inside = path.parent.relative_to(run).as_posix()
         inside = run.resolve().name if inside == "." else inside
         parts[f"{run.resolve().name}: {inside}" if with_run else inside] = path

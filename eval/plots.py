@@ -201,14 +201,16 @@ def moving_average(points: Points) -> list[tuple[float, float]]:
     return smooth
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers between two bounds, about `count` of them."""
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers between two bounds, about `count` of them; `whole` takes integers only."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
     raw = span / count
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    if whole:
+        step = max(1.0, math.ceil(step))
     first = math.ceil(low / step - 1e-9)
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -234,7 +236,7 @@ def _axes(frame: _Frame, is_share: bool, x_label: str) -> str:
             f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
             f"{_number(value, is_share)}</text>"
         )
-    for value in ticks(frame.x0, frame.x1):
+    for value in ticks(frame.x0, frame.x1, whole=True):
         parts.append(
             f'<text class="tick" x="{frame.x(value):.1f}" y="{bottom + 15}" '
             f'text-anchor="middle">{_number(value, False)}</text>'

@@ -93,6 +93,11 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     assert all(low - 1e-9 <= v <= high + 1e-9 for v in values)
 
 
+def test_steps_are_marked_in_whole_numbers() -> None:
+    assert ticks(1, 2, whole=True) == [1, 2]
+    assert ticks(0, 80, whole=True) == [0, 20, 40, 60, 80]
+
+
 def test_the_moving_average_keeps_constants_and_slopes() -> None:
     assert [y for _, y in moving_average([(n, 3.0) for n in range(100)])] == [3.0] * 100
     line = moving_average([(n, 2.0 * n) for n in range(100)])
@@ -118,6 +123,9 @@ def test_panels_show_what_was_measured_and_nothing_else() -> None:
     titles = re.findall(r"<h3>(.*?)</h3>", html)
     assert titles == ["Whom the controller consults first", "Loss"]
     assert "empty" not in html
+    detailed = [line | {"entropy": 1.0, "controller/entropy": 0.5} for line in lines]
+    assert "<h3>Entropy, nats</h3>" not in curve_panels({"stage1": detailed})
+    assert "<h3>Entropy, nats</h3>" in curve_panels({"stage2": [{"entropy": 1.0}]})
     faulted = [line | {"rollout/fault_rate": 0.1} for line in lines]
     assert "Infrastructure faults" in curve_panels({"stage1": faulted})
 

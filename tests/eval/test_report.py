@@ -262,6 +262,12 @@ def test_the_command_gathers_a_run_folder(rows_of, tag_tokenizer, tmp_path, caps
         gather([tmp_path / "nothing"])
     assert main([str(tmp_path / "nothing")]) == 1
 
+    for name, start in (("a", "2026-01-02"), ("b", "2026-01-01")):
+        (tmp_path / "order" / name).mkdir(parents=True)
+        (tmp_path / "order" / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (tmp_path / "order" / name / "config.json").write_text(json.dumps({"started_at": start}))
+    assert list(gather([tmp_path / "order"])["curves"]) == ["b", "a"]
+
     both = gather([run, run / "eval"], tag_tokenizer)
     assert list(both["stores"]) == ["run: eval/local", "eval: local"]
     assert len(both["rows"]) == 2
