@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rivet.rollout.fast_step import fast_step, is_supported
 from rivet.rollout.kv_cache import ATTENTION, SlotCache
 from rivet.rollout.sampling import Sampler
 from rivet.rollout.slots import Call, Slot
@@ -46,6 +47,7 @@ class SlotDecoder:
         self._cache = SlotCache(
             max_batch, self.max_context, device=weight.device, dtype=weight.dtype
         )
+        self._is_fast = is_supported(self._model)
         self._batch: _Batch | None = None
         self._was_training: list[torch.nn.Module] = []
 
@@ -94,7 +96,8 @@ class SlotDecoder:
         mask = self._cache.begin(
             batch.rows, batch.positions, is_real=batch.is_real, length=batch.length
         )
-        logits = self._forward(batch.ids, batch.positions, mask)
+        step = self._fast if self._is_fast else self._forward
+        logits = step(batch.ids, batch.positions, mask)
         for call in calls:
             call.slot.seen.append(call.ids[-1])
         tokens, logprobs = batch.sampler(logits, batch.positions_to_sample)
@@ -119,6 +122,11 @@ class SlotDecoder:
         finally:
             self._config._attn_implementation = previous
         return output.logits[:, -1]
+
+    def _fast(
+        self, ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        return fast_step(self._model, ids, position_ids, mask, self._cache)
 
     def enter_eval(self) -> None:
         """Switch the model to evaluation, remembering which parts were training."""

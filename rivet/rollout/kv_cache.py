@@ -35,7 +35,7 @@ class SlotCache(Cache):
         self._values: list[torch.Tensor] = []
         self._rows = min(slots, 8)
         self._columns = min(max_context, _FIRST_COLUMNS)
-        self._read: slice | torch.Tensor = slice(0)
+        self._read: int | torch.Tensor = 0  # so many rows at the front, or which ones
         self._length = 0
         self._write_rows = self._write_columns = torch.zeros(0, dtype=torch.long)
         self._write_flat: dict[int, torch.Tensor] = {}
@@ -62,7 +62,7 @@ class SlotCache(Cache):
         self._length = length
         contiguous = list(rows) == list(range(len(rows)))
         index = torch.tensor(rows, device=self._device)
-        self._read = slice(len(rows)) if contiguous else index
+        self._read = len(rows) if contiguous else index
         self._write_rows = index[:, None].expand_as(positions)
         self._write_columns = torch.where(is_real, positions, self._columns)
         self._write_flat = {}
@@ -99,7 +99,13 @@ class SlotCache(Cache):
         ):
             width = new.shape[-1]
             stored.view(-1, width).index_copy_(0, where, new.reshape(-1, width).to(stored.dtype))
-            result.append(stored[self._read, :, : self._length])
+            seen = stored[:, :, : self._length]
+            # A block at the front is read in place; `index_select` copies faster than indexing.
+            result.append(
+                seen[: self._read]
+                if isinstance(self._read, int)
+                else seen.index_select(0, self._read)
+            )
         return result[0], result[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -149,8 +155,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention for the attention interface of `transformers`.
 
-    For one query a row the heads of a group are the rows of one small matrix product, which reads
-    each key once; the library's own function copies the keys once per query head.
+    For one query a row it reads each key once; the library's own function copies the keys once
+    per query head.
 
     Args:
         query: Shape (B, H, Q, D).
@@ -161,7 +167,7 @@ def slot_attention(
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name} is not supported")
     batch, query_heads, length, width = query.shape
-    heads, columns = key.shape[1], key.shape[2]
+    heads = key.shape[1]
     scaling = width**-0.5 if scaling is None else scaling
     if length > 1:
         output = torch.nn.functional.scaled_dot_product_attention(
@@ -173,12 +179,34 @@ def slot_attention(
             enable_gqa=query_heads != heads,
         )
         return output.transpose(1, 2).contiguous(), None
-    grouped = (query * scaling).view(batch * heads, query_heads // heads, width)
-    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2))
-    scores.view(batch, -1, columns).add_(attention_mask[:, 0])
+    output = attend(query[:, :, 0], key, value, attention_mask, scaling)
+    return output[:, None], None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Grouped-query attention of one query a row: the heads of a group are one small matrix.
+
+    Args:
+        query: Shape (B, H, D).
+        key, value: Shape (B, heads, L, D).
+        mask: Additive, shape (B, 1, 1, L).
+
+    Returns:
+        Shape (B, H, D).
+    """
+    batch, heads, columns, _ = key.shape
+    grouped = query.reshape(batch * heads, -1, query.shape[-1])
+    if heads > 1:
+        mask = mask.expand(batch, heads, 1, columns).reshape(batch * heads, 1, 1, columns)
+    scores = torch.baddbmm(mask[:, 0], grouped, key.flatten(0, 1).transpose(1, 2), alpha=scaling)
     weights = scores.float().softmax(-1).to(value.dtype)
-    output = torch.bmm(weights, value.flatten(0, 1))
-    return output.view(batch, 1, query_heads, value.shape[-1]), None
+    return torch.bmm(weights, value.flatten(0, 1)).view(batch, -1, value.shape[-1])
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rivet.tokenization import ProtocolTokenizer
 
@@ -28,9 +35,12 @@ def build(tokenizer: ProtocolTokenizer, kind: str = "qwen3") -> torch.nn.Module:
     """A random causal language model over the tokenizer's vocabulary."""
     torch.manual_seed(0)
     vocab_size = len(tokenizer.token_bytes)
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, **SHAPE)).eval()
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **SHAPE)).eval()
+    config, model = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # no fast step: its own forward decodes
+    }[kind]
+    return model(config(vocab_size=vocab_size, **SHAPE)).eval()
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +49,7 @@ def build_model() -> Callable[..., torch.nn.Module]:
     return build
 
 
-@pytest.fixture(scope="session", params=["qwen3", "llama"])
+@pytest.fixture(scope="session", params=["qwen3", "llama", "qwen2"])
 def model(request: pytest.FixtureRequest, tag_tokenizer: ProtocolTokenizer) -> torch.nn.Module:
     """A model of each architecture that a controller may have."""
     return build(tag_tokenizer, request.param)

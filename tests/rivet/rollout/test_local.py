@@ -12,7 +12,9 @@ import torch
 
 from rivet.rollout.backend import BackendError, Generation, SamplingParams
 from rivet.rollout.decoder import SlotDecoder
+from rivet.rollout.fast_step import is_supported
 from rivet.rollout.local import LocalBackend
+from rivet.rollout.slots import Call
 from rivet.tokenization import ProtocolTokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -105,13 +107,13 @@ async def test_a_session_continued_over_splices_equals_a_fresh_run(model, tag_to
 
 async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeypatch) -> None:
     fed: list[int] = []
-    forward = SlotDecoder._forward
+    prefill = SlotDecoder.prefill
 
-    def record(self: SlotDecoder, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        fed.append(ids.shape[1])
-        return forward(self, ids, *rest)
+    def record(self: SlotDecoder, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+        fed.extend(len(call.new_ids) for call in calls)
+        return prefill(self, calls)
 
-    monkeypatch.setattr(SlotDecoder, "_forward", record)
+    monkeypatch.setattr(SlotDecoder, "prefill", record)
     prompt, splice = random_prompts([40, 6])
     async with LocalBackend(qwen3, tag_tokenizer) as backend:
         got = await sample(backend, prompt, max_new_tokens=3, session="a")
@@ -127,25 +129,24 @@ async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeyp
 async def test_prompts_with_a_common_beginning_share_its_computation(
     model, tag_tokenizer, monkeypatch
 ) -> None:
-    fed: list[tuple[int, ...]] = []
-    forward = SlotDecoder._forward
+    fed: list[tuple[int, int]] = []
+    prefill = SlotDecoder.prefill
 
-    def record(self: SlotDecoder, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        fed.append(tuple(ids.shape))
-        return forward(self, ids, *rest)
+    def record(self: SlotDecoder, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+        fed.append((len(calls), max(len(call.new_ids) for call in calls)))
+        return prefill(self, calls)
 
-    monkeypatch.setattr(SlotDecoder, "_forward", record)
+    monkeypatch.setattr(SlotDecoder, "prefill", record)
     system, one, other = random_prompts([30, 10, 7])
     prompts = [[*system, *one]] * 3 + [[*system, *other]]
     async with LocalBackend(model, tag_tokenizer) as backend:
         got = await asyncio.gather(
             *[sample(backend, p, seed=n, max_new_tokens=6) for n, p in enumerate(prompts)]
         )
-        prefills = [shape for shape in fed if shape[1] > 1 or len(fed) < 3]
-        assert prefills[0] == (1, 40)  # the group's prompt, once
-        assert sum(rows * columns for rows, columns in prefills[1:]) <= 3 * 7
+        assert fed[0] == (1, 40)  # the group's prompt, once
+        assert sum(rows * width for rows, width in fed[1:]) <= 3 * 7
         late = await sample(backend, [*system, *other[:2]], seed=9)  # from a slot that is free
-        assert fed[-len(late.ids)][1] == 2
+        assert fed[-1] == (1, 2)
     for prompt, generation in [*zip(prompts, got, strict=True), ([*system, *other[:2]], late)]:
         assert_logprobs(model, prompt, generation)
 
@@ -213,7 +214,7 @@ def scripted(tag_tokenizer: ProtocolTokenizer, build_model, monkeypatch: pytest.
     """A backend that writes a given text after a prompt of 4 tokens."""
 
     def build(text_ids: list[int]) -> LocalBackend:
-        model = build_model(tag_tokenizer)
+        model = build_model(tag_tokenizer, "qwen2")  # its own forward decodes
         script = {3 + n: token for n, token in enumerate([*text_ids, *[0] * 20])}
         monkeypatch.setattr(model, "forward", Forced(model, script))
         return LocalBackend(model, tag_tokenizer)
@@ -403,3 +404,16 @@ def test_a_model_with_sliding_attention_is_refused(tag_tokenizer, build_model) -
     model.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="sliding_attention"):
         LocalBackend(model, tag_tokenizer)
+
+
+def test_the_fast_step_takes_only_what_it_computes(tag_tokenizer, build_model) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    assert is_supported(build_model(tag_tokenizer, "qwen3"))
+    assert is_supported(build_model(tag_tokenizer, "llama"))
+    assert not is_supported(build_model(tag_tokenizer, "qwen2"))
+    other = build_model(tag_tokenizer)
+    other.config.hidden_act = "gelu"
+    assert not is_supported(other)
+    adapted = get_peft_model(build_model(tag_tokenizer), LoraConfig(target_modules=["q_proj"]))
+    assert is_supported(adapted.get_base_model())
