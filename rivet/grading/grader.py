@@ -217,6 +217,8 @@ class _Task:
 def _decide_here(request: Request, mode: Mode) -> Grade | _Task:
     """Grade what needs no worker; for the rest, say what to ask one."""
     request.check()
+    if mode not in MODES:
+        raise BadRequest(f"mode {mode!r}: expected one of {', '.join(MODES)}")
     kind, gold = request.kind, request.gold
     extraction = _extract(request, mode)
     answer = extraction.answer

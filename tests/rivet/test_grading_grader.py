@@ -198,6 +198,8 @@ def test_mini_world_tasks_are_graded_by_their_own_scorer(grader, name):
     gold = {"answer": answer, "metadata": {"source_dataset": name, **metadata}}
     right = grader.grade_sync(rf"\boxed{{{answer}}}", gold, kind="reasoning_gym")
     assert right.outcome == "right", right
+    beside = grader.grade_sync(rf"\boxed{{{answer}}}", answer, kind="reasoning_gym", entry=gold)
+    assert beside == right
     as_json = grader.grade_sync(rf"\boxed{{{answer}}}", json.dumps(gold), kind="reasoning_gym")
     assert as_json.outcome == "right"
     for other in (answer + "1", "0", "-" + answer, "__import__('os')"):
@@ -247,6 +249,8 @@ def test_unusable_settings_raise():
     for settings in ({"workers": 0}, {"timeout_s": 0}, {"memory_mb": 10}, {"mode": "strict"}):
         with pytest.raises(BadRequest):
             Grader(**settings)
+    with pytest.raises(BadRequest, match="mode"):
+        grade(r"\boxed{1}", "1", mode="strict")
 
 
 @pytest.mark.parametrize(
