@@ -1,10 +1,11 @@
 """The warm start: a controller that speaks the protocol, before it knows whom to ask.
 
 Scripted dialogues of the mini-world are laid out as trajectories exactly as the rollout engine
-splices them, and the Stage II trainer learns them: the controller's tokens always, the expert's
-span in a small share of the trajectories only, so that the controller can write the form of a reply
-without having learnt its content. The expert is drawn uniformly and is often wrong; the answer is
-copied from the program's output, never from the gold.
+splices them, and the Stage II trainer learns them: the controller's tokens and the tags of the
+reply always, the expert's words and code in a small share of the trajectories only. So the
+controller can write the form of a reply without having learnt much of its content. The expert is
+drawn uniformly and is often wrong; the answer is copied from the program's output, never from the
+gold.
 
 Gate, on problems that were not trained on: the share of requests that copy the operands exactly.
 
@@ -66,7 +67,7 @@ class WarmstartConfig(WeightedSFTConfig):
     )
     expert_span_share: float = setting(
         0.05,
-        "Share of the trajectories in which the expert's span is trained as well, in [0, 1].",
+        "Share of the trajectories in which the expert's text and code are trained, in [0, 1].",
     )
     vocab_size: int = setting(650, "Tokens of the mini controller's vocabulary, at least 400.")
     hidden_size: int = setting(128, "Width of the mini controller, a multiple of 32.")
@@ -190,7 +191,7 @@ def render(
 
 
 def span_scales(count: int, share: float, seed: int) -> list[float]:
-    """1 for a random `share` of the trajectories, in which the expert's span is trained, else 0."""
+    """1 for a random `share` of the trajectories, whose expert's words are trained, else 0."""
     chosen = random.Random(f"spans\x1f{seed}").sample(range(count), round(share * count))
     scales = [0.0] * count
     for n in chosen:

@@ -40,6 +40,7 @@ AUTHOR_CODES: tuple[str, ...] = (*AUTHORS, "prompt")
 KIND_CODES: tuple[str, ...] = (*KINDS, "prompt")
 EXPERT = AUTHOR_CODES.index("expert")
 FORMAT = KIND_CODES.index("format")
+ROUTE = KIND_CODES.index("route")
 PROMPT_AUTHOR = AUTHOR_CODES.index("prompt")
 PROMPT_KIND = KIND_CODES.index("prompt")
 
@@ -106,7 +107,7 @@ class Objective:
             row[: len(KINDS)] = weight
             is_masked = author == "expert" and not self.train_reply_tags
             row[FORMAT] = 0.0 if is_masked else structure
-            row[KIND_CODES.index("route")] = 0.0 if is_masked else self.route
+            row[ROUTE] = 0.0 if is_masked else self.route
         return table
 
 
@@ -119,15 +120,16 @@ def token_weights(
         table: From `Objective.table`.
         authors: Author codes, shape (T,).
         kinds: Kind codes, shape (T,).
-        expert_scale: Multiplies every weight of the expert's author in this row: 0 masks the whole
-            reply span of one trajectory.
+        expert_scale: Multiplies the weights of the expert's text and code in this row; those of
+            the reply's tags and name stay.
 
     Returns:
         Shape (T,), float32. The first token has weight 0: nothing predicts it.
     """
     weights = table[authors, kinds]
     if expert_scale != 1.0:
-        weights = np.where(authors == EXPERT, weights * np.float32(expert_scale), weights)
+        is_content = (authors == EXPERT) & (kinds != FORMAT) & (kinds != ROUTE)
+        weights = np.where(is_content, weights * np.float32(expert_scale), weights)
     weights[:1] = 0.0
     return weights
 

@@ -61,8 +61,8 @@ def test_each_weight_reaches_its_own_tokens() -> None:
     assert weights_of(objective) == expected
 
 
-def test_expert_scale_of_zero_masks_the_reply_of_one_row() -> None:
-    assert weights_of(Objective(), expert_scale=0.0) == [0, 1, 2, 1, 1, 0, 0, 0, 0, 0, 0, 1]
+def test_expert_scale_of_zero_masks_the_experts_words_in_one_row_but_not_its_tags() -> None:
+    assert weights_of(Objective(), expert_scale=0.0) == [0, 1, 2, 1, 1, 2, 1, 0, 0, 0, 0, 1]
 
 
 def test_the_first_token_of_a_row_is_never_trained() -> None:

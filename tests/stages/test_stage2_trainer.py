@@ -221,8 +221,8 @@ def test_expert_scale_column_masks_single_rows(
 ) -> None:
     dataset = rows(4).add_column("expert_scale", [0.0, 1.0, 0.0, 0.0])
     batch = batch_of(trainer_of(tmp_path, tag_tokenizer, Objective(), dataset=dataset))
-    trained_expert = (batch["authors"] == AUTHOR_CODES.index("expert")) & (batch["weights"] > 0)
-    assert trained_expert.any(-1).tolist() == [False, True, False, False]
+    is_text = batch["kinds"] == KIND_CODES.index("reply")
+    assert (is_text & (batch["weights"] > 0)).any(-1).tolist() == [False, True, False, False]
 
 
 def test_metrics_are_told_apart_by_author(tmp_path: Path, tag_tokenizer: ProtocolTokenizer) -> None:

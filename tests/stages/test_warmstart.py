@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +36,7 @@ from stages import warmstart
 from stages.mini_controller import TAGS, build_model, build_tokenizer
 from stages.stage2.batching import WeightedCollator
 from stages.stage2.dataset import to_dataset
-from stages.stage2.objective import AUTHOR_CODES, Objective
+from stages.stage2.objective import AUTHOR_CODES, KIND_CODES, Objective
 from stages.warmstart import GateError, WarmstartConfig, copied_share, render, run, span_scales
 
 SETTINGS = ProtocolSettings(prompt="bare", after_tag="")
@@ -176,7 +181,7 @@ def test_gate_problems_share_no_operands_with_those_trained_on() -> None:
     assert not trained & {p.id for p in build_split("validation", 100, 1)}
 
 
-def test_controller_is_always_trained_and_the_experts_span_in_the_chosen_share(
+def test_controller_and_tags_are_always_trained_and_the_experts_words_in_the_chosen_share(
     mini_tokenizer: ProtocolTokenizer, dialogues: list[Dialogue]
 ) -> None:
     trajectories = rendered(dialogues, mini_tokenizer)
@@ -189,8 +194,12 @@ def test_controller_is_always_trained_and_the_experts_span_in_the_chosen_share(
     weights, authors = batch["weights"], batch["authors"]
     assert (weights[authors == AUTHOR_CODES.index("controller")] == 1).all()
     assert (weights[authors == AUTHOR_CODES.index("environment")] == 0).all()
-    expert = torch.where(authors == AUTHOR_CODES.index("expert"), weights, 0).amax(-1)
-    assert expert.tolist() == scales
+    is_expert, kinds = authors == AUTHOR_CODES.index("expert"), batch["kinds"]
+    for content in ("reply", "code"):
+        trained = torch.where(kinds == KIND_CODES.index(content), weights, 0).amax(-1)
+        assert trained.tolist() == scales
+    for form in ("format", "route"):
+        assert (weights[is_expert & (kinds == KIND_CODES.index(form))] == 1).all()
 
 
 class Copier:
@@ -275,6 +284,41 @@ def test_a_pretrained_checkpoint_with_plain_text_tags_can_be_the_start(
     assert (settings.prompt, settings.after_tag) == ("instruct", "\n")
     tokenizer = ProtocolTokenizer.from_pretrained(checkpoint)
     assert "algebra" in PromptBuilder(tokenizer, settings).system_message("experts")
+
+
+@pytest.mark.slow
+def test_killed_warm_start_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "dialogues": 48, "problems_per_family": 8, "max_steps": 6, "gate": 0, "gate_problems": 2,
+        "per_device_train_batch_size": 8, "hidden_size": 32, "num_hidden_layers": 1,
+        "gradient_checkpointing": "false", "report_to": "none", "use_cpu": "true", "save_steps": 2,
+    }  # fmt: skip
+    arguments = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    root = Path(__file__).parents[2]
+
+    def command(output: Path) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "stages.warmstart",
+            "--output_dir",
+            str(output),
+            *arguments,
+        ]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command(tmp_path / "whole"), cwd=root, env=environment, check=True)
+    process = subprocess.Popen(command(tmp_path / "killed"), cwd=root, env=environment)
+    while process.poll() is None and not (tmp_path / "killed/trainer/checkpoint-2").exists():
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run(command(tmp_path / "killed"), cwd=root, env=environment, check=True)
+    whole, killed = (
+        load_file(tmp_path / name / "checkpoint" / "model.safetensors")
+        for name in ("whole", "killed")
+    )
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
 @pytest.mark.parametrize(
