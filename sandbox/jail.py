@@ -66,13 +66,13 @@ class JailPlan:
     Attributes:
         code_paths: folders that the interpreter imports from.
         disabled: layers not to use, for tests and measurements.
-        slot_number: distinguishes the uids of slots started by root.
+        own_number: no other slot of this machine has it; root gives its slots uids by it.
         base_bytes: address space of the interpreter before any foreign code.
     """
 
     code_paths: tuple[str, ...]
     disabled: frozenset[str]
-    slot_number: int
+    own_number: int
     base_bytes: int
 
     def readable(self) -> list[str]:
@@ -149,7 +149,7 @@ def _become_ordinary(plan: JailPlan, layers: Layers) -> None:
     Each slot takes a uid of its own, so that without namespaces its programs still share no
     process, thread count or file with anybody.
     """
-    uid = FIRST_OWN_UID + plan.slot_number
+    uid = FIRST_OWN_UID + plan.own_number
     must_keep = _must_keep_reading(plan, layers)
     if must_keep:
         kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)

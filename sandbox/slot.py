@@ -32,6 +32,15 @@ class Ending:
     detail: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A forked child: its pid, a descriptor that tells of its end (or -1), its two streams."""
+
+    pid: int
+    pid_fd: int
+    streams: tuple[int, int]
+
+
 class Slot:
     """The state of one slot process."""
 
@@ -51,6 +60,7 @@ class Slot:
         self.scratch_mode = os.stat(jail.SCRATCH).st_mode if not layers.lacks("scratch") else 0
         self.must_follow_parent = layers.lacks("pid") and kernel.IS_LINUX
         self.filter: seccomp.ChildFilter | None = None
+        self.go = os.eventfd(0)
         self.calls = 0
         self.first_look_s = min(limits.cpu_s / _CORES, limits.wall_s, 0.1)
         self.poller = select.poll()
@@ -68,55 +78,56 @@ class Slot:
 
     def serve(self) -> None:
         """Answer requests until the client goes away or the slot has to be replaced."""
-        poller = select.poll()
-        poller.register(self.connection, select.POLLIN)
+        child = self._prepare()
         while True:
-            poller.poll()
-            head = self.connection.recv(wire.REQUEST.size, socket.MSG_PEEK)
-            if len(head) < wire.REQUEST.size:
-                if not head:
-                    return
-                continue
-            _, earlier_cells, length = wire.REQUEST.unpack(head)
-            if not self._call(1 + min(earlier_cells, 1000), wire.REQUEST.size + length):
+            head = self.connection.recv(wire.REQUEST.size, socket.MSG_PEEK | socket.MSG_WAITALL)
+            if not head:
                 return
+            _, earlier_cells, _ = wire.REQUEST.unpack(head)
+            if not self._call(child, 1 + min(earlier_cells, 1000)):
+                return
+            child = self._prepare()
 
-    def _call(self, cells: int, request_bytes: int) -> bool:
-        """Run one request; return whether the slot can be used again."""
-        self.calls += 1
+    def _prepare(self) -> Child:
+        """Fork the child of the next call ahead of time; it waits for its go."""
         streams = os.memfd_create("stdout"), os.memfd_create("stderr")
-        started = time.monotonic()
         pid = kernel.fork()
         if pid == 0:
-            _child(self, streams, cells, request_bytes)
-        ending, cpu_s = self._watch(pid, started, cells)
+            _be_child(self, streams)
+        return Child(pid, _open_pid(pid), streams)
+
+    def _call(self, child: Child, cells: int) -> bool:
+        """Run one request; return whether the slot can be used again."""
+        self.calls += 1
+        started = time.monotonic()
+        os.eventfd_write(self.go, 1)
+        ending, cpu_s = self._watch(child, started, cells)
         duration_s = time.monotonic() - started
         is_clean = self._clean_up() and self.calls < _MAX_CALLS
         if self._was_never_started():
             ending, is_clean = Ending("sandbox_failure", ending.detail), False
         try:
-            self._reply(streams, ending, duration_s, cpu_s, is_retiring=not is_clean)
+            self._reply(child.streams, ending, duration_s, cpu_s, is_retiring=not is_clean)
         finally:
-            for stream in streams:
+            for stream in child.streams:
                 os.close(stream)
         self.report.wipe()
         return is_clean
 
-    def _watch(self, pid: int, started: float, cells: int) -> tuple[Ending, float]:
+    def _watch(self, child: Child, started: float, cells: int) -> tuple[Ending, float]:
         """Wait for the child's end, or bring it about at a limit.
 
         Until the first wake-up as little as possible happens here: what this process writes
         while the child lives costs a copied page each.
         """
-        child = _open_pid(pid)
-        if child >= 0:
-            self.poller.register(child, select.POLLIN)
-        is_known = child >= 0
+        pid, is_known = child.pid, child.pid_fd >= 0
+        if is_known:
+            self.poller.register(child.pid_fd, select.POLLIN)
         wait_s = self.first_look_s if is_known else _TICK_S
         reason: Status | None = None
         while True:
             for where, _ in self.poller.poll(None if reason and is_known else wait_s * 1000):
-                if where != child:
+                if where != child.pid_fd:
                     os._exit(0)  # the client is gone, or no longer wants this call
             done, status, usage = os.wait4(pid, os.WNOHANG)
             if done == pid:
@@ -127,8 +138,8 @@ class Slot:
                 os.kill(pid, signal.SIGKILL)
             wait_s = max(wait_s, _TICK_S) if is_known else _TICK_S
         if is_known:
-            self.poller.unregister(child)
-            os.close(child)
+            self.poller.unregister(child.pid_fd)
+            os.close(child.pid_fd)
         cpu_s = usage.ru_utime + usage.ru_stime
         if reason:
             return Ending(reason), cpu_s
@@ -270,20 +281,23 @@ def _send_file(connection: socket.socket, stream: int, first: int, count: int) -
         first, count = first + sent, count - sent
 
 
-def _child(slot: Slot, streams: tuple[int, int], cells: int, request_bytes: int) -> None:
-    """Become the process that runs the foreign code; never returns."""
+def _be_child(slot: Slot, streams: tuple[int, int]) -> None:
+    """Prepare, wait for the go, run the foreign code; never returns."""
     code = 125
     limits, report = slot.limits, slot.report
     try:
         if slot.must_follow_parent:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        request = _read_exactly(slot.connection, request_bytes)
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
-        if cells > 1:
-            _limit_cpu(limits.cpu_s * cells)
         if slot.filter is not None:
             slot.filter.install(os.getpid())
+        os.eventfd_read(slot.go)
+        head = _read_exactly(slot.connection, wire.REQUEST.size)
+        _, earlier_cells, length = wire.REQUEST.unpack(head)
+        request = _read_exactly(slot.connection, length)
+        if earlier_cells:
+            _limit_cpu(limits.cpu_s * (1 + earlier_cells))
         # The mark that the preparation went well. Foreign code cannot forge or undo it, as the
         # socket is closed before any of it runs.
         _read_exactly(slot.connection, len(wire.REQUEST_END))
@@ -295,7 +309,6 @@ def _child(slot: Slot, streams: tuple[int, int], cells: int, request_bytes: int)
             report.mark(time.monotonic(), used)
 
         texts = wire.unpack_cells(request)
-        del request
         code = runner.run_cells(
             texts, report, hidden_paths=slot.hidden_paths, on_last_cell=on_last_cell
         )

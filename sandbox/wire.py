@@ -94,13 +94,13 @@ def pack_request(code: str, prelude: Sequence[str]) -> bytes:
     return REQUEST.pack(REQUEST_MAGIC, len(prelude), len(body)) + body + REQUEST_END
 
 
-def unpack_cells(request: bytes) -> list[str]:
-    """Return the cells in a request (without its end), the one to report last."""
-    cells, at = [], REQUEST.size
-    while at < len(request):
-        (length,) = _CELL.unpack_from(request, at)
+def unpack_cells(body: bytes) -> list[str]:
+    """Return the cells in the body of a request, the one to report last."""
+    cells, at = [], 0
+    while at < len(body):
+        (length,) = _CELL.unpack_from(body, at)
         at += _CELL.size
-        cells.append(request[at : at + length].decode("utf-8", "surrogatepass"))
+        cells.append(body[at : at + length].decode("utf-8", "surrogatepass"))
         at += length
     return cells
 

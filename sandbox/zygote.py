@@ -46,6 +46,7 @@ class Zygote:
         self.hidden_paths = {
             path: os.path.basename(path) or path for path in sorted(self.code_paths, key=len)[::-1]
         }
+        self.use_huge_pages = config["use_huge_pages"]
         self.disabled = frozenset(config["disabled"])
         with open("/proc/self/statm") as statm:
             self.base_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
@@ -104,7 +105,9 @@ class Zygote:
         """Fork a slot by way of a process that enters the new namespaces and ends at once."""
         pid_read, pid_write = os.pipe()
         go_read, go_write = os.pipe()
-        plan = jail.JailPlan(self.code_paths, self.disabled, number % 100_000, self.base_bytes)
+        plan = jail.JailPlan(
+            self.code_paths, self.disabled, os.getpid() * 512 + number % 512, self.base_bytes
+        )
         between = kernel.fork()
         if between == 0:
             try:
@@ -145,6 +148,8 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends a child with too long an output
+            if self.use_huge_pages:
+                kernel.collapse_to_huge_pages()
             jail.lock_down(plan, layers, self.limits)
             if not os.read(5, 1):
                 return
