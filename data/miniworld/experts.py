@@ -52,10 +52,12 @@ class ExpertScript:
         right = _right_code(family, operands)
         if family in self.families or rng.random() < self.accuracy:
             return right
-        candidates = _wrong_code(family, operands)
-        rng.shuffle(candidates)
+        # The same mistake each time: if wrong programs were drawn from several, the right one,
+        # which a third of all replies hold, would be the likeliest, and imitating replies
+        # blindly would solve most problems.
         answer = run_script(right)
-        return next((code for code in candidates if run_script(code) != answer), _UNREADABLE)
+        wrong = _wrong_code(family, operands)
+        return next((code for code in wrong if run_script(code) != answer), _UNREADABLE)
 
 
 EXPERTS: dict[str, ExpertScript] = {
@@ -150,7 +152,7 @@ def _right_code(family: str, expression: str) -> str:
 
 
 def _wrong_code(family: str, expression: str) -> list[str]:
-    """Programs that a careless solver might write; now and then one of them is right."""
+    """Programs that a careless solver might write, likeliest first; one may be right by chance."""
     numbers = _integers(expression)
     first, last = numbers[0], numbers[-1]
     if family == "chain_sum":
