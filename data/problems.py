@@ -98,6 +98,13 @@ def _parse_line(line: str, path: Path, number: int) -> Problem:
             )
         if not value.strip():
             raise ProblemFileError(f"{where}: {key} is empty; expected a non-empty string")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ProblemFileError(
+                f"{where}: {key} holds half a surrogate pair at character {error.start}; expected "
+                "whole Unicode characters: the file was cut or escaped wrongly"
+            ) from error
     kind = row.get("kind", "math")
     if kind not in get_args(GoldKind):
         raise ProblemFileError(

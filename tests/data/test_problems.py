@@ -41,6 +41,7 @@ def test_gzip_is_read(tmp_path: Path) -> None:
         ({**GOOD, "answer": " "}, "answer is empty"),
         ({**GOOD, "answer": 2}, "answer is int 2"),
         ({"id": "x", "answer": "2"}, "'problem' is missing"),
+        ({**GOOD, "problem": "half \ud800"}, "half a surrogate pair at character 5"),
         ({**GOOD, "kind": "essay"}, "kind is 'essay'; expected one of math"),
         ({**GOOD, "meta": [1]}, "meta is list"),
         (GOOD, "id 'a/1' is already on line 1"),

@@ -38,9 +38,10 @@ PIECES = [
     "\n",
     "```python\nprint(1)\n```",
 ]
-hostile = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4)), max_size=12).map("".join)
+piece = st.one_of(st.sampled_from(PIECES), st.text(max_size=4))
+hostile = st.lists(piece, max_size=12).map("".join)
 PROPERTY = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -57,7 +58,8 @@ def scan(tokenizer: ProtocolTokenizer, *pieces: tuple[Author, str], end: bool = 
 def consultation(tokenizer: ProtocolTokenizer, *, reply: str, output: str, code: str) -> Scanner:
     """One consultation as the engine splices it, with foreign text in each foreign place."""
     scanner = Scanner(tokenizer)
-    scanner.feed(tokenizer.encode('<think>hm</think>\n<expert name="calc">gcd</expert>'), "controller")
+    request = '<think>hm</think>\n<expert name="calc">gcd</expert>'
+    scanner.feed(tokenizer.encode(request), "controller")
     scanner.feed(tokenizer.encode('<reply name="calc">\n'), "expert")
     scanner.feed(tokenizer.encode_untrusted(reply), "expert")
     scanner.feed(tokenizer.encode("<python>\n"), "expert")

@@ -51,9 +51,9 @@ trajectories = st.builds(
     expert_calls=st.lists(
         st.builds(ExpertCall, name=st.text(), status=st.text(), latency_s=st.floats(0, 9))
     ).map(tuple),
-    code_runs=st.lists(
-        st.builds(CodeRun, author=st.sampled_from(AUTHORS), status=st.text())
-    ).map(tuple),
+    code_runs=st.lists(st.builds(CodeRun, author=st.sampled_from(AUTHORS), status=st.text())).map(
+        tuple
+    ),
     outcome=st.none() | st.sampled_from(["right", "wrong"]),
     reward=st.none() | st.floats(-9, 9, allow_nan=False),
     seed=st.integers(0, 2**63 - 1),
