@@ -17,13 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-from sandbox.client import PythonSandbox, clean_environment
+from sandbox.client import PythonSandbox
+from sandbox.launch import SOURCE, clean_environment
 
 PRINT = "print(1+1)"
 SYMPY = "from sympy import *\nx = symbols('x')\nprint(solve(x**2-5*x+6))"
 ANSWERS = {PRINT: "2", SYMPY: "[2, 3]"}
 WALLS = ("user mount pid net ipc uts cgroup root scratch uid capabilities landlock seccomp").split()
-_SOURCE = Path(__file__).resolve().parent.parent
 
 
 class Contest:
@@ -158,7 +158,7 @@ for line in sys.stdin:
 def _start_forker() -> subprocess.Popen[str]:
     """Start a process with a zygote's memory that only forks and exits."""
     return subprocess.Popen(
-        [sys.executable, "-s", "-P", "-B", "-c", _FORKER, str(_SOURCE)],
+        [sys.executable, "-s", "-P", "-B", "-c", _FORKER, str(SOURCE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

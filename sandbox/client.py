@@ -8,42 +8,31 @@ start and to kill slots.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import BinaryIO
 
-from sandbox import wire
+from sandbox import fresh, kernel, wire
+from sandbox.jail import LAYERS
+from sandbox.launch import SOURCE, ZygoteProcess, clean_environment
+from sandbox.replies import to_result
 from sandbox.result import ExecutionResult, SandboxError, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # to import the libraries on a loaded machine
 _GRACE_S = 30.0  # past the limits that the slot itself enforces
-_END_S = 5.0  # for the processes to end on request
 _ATTEMPTS = 3
 _CHUNK = 256 * 1024
-PROGRAM = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-os.dup2(int(sys.argv[3]), 3, inheritable=False)
-from sandbox.zygote import main
-main(sys.argv[2], sys.argv[1])
-"""
-_SOURCE = Path(__file__).resolve().parent.parent
 
 
 class SlotLost(Exception):
@@ -55,8 +44,19 @@ class SlotHandle:
     """The client's end of one slot."""
 
     number: int
-    connection: socket.socket
+    connection: socket.socket | None  # None: each call is a fresh process
     is_greeted: bool = False
+
+    def close(self) -> None:
+        """Close the connection; the slot ends itself."""
+        if self.connection is not None:
+            self.connection.close()
+
+    def shut(self) -> None:
+        """End the connection for the call that is using it, without taking its descriptor."""
+        if self.connection is not None:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class PythonSandbox:
@@ -78,18 +78,18 @@ class PythonSandbox:
         *,
         _disabled: Sequence[str] = (),
         _use_huge_pages: bool = True,
+        _is_fresh: bool = not kernel.IS_LINUX,
     ) -> None:
         if slots is not None and slots < 1:
             raise ValueError(f"slots is {slots}; expected at least 1")
         self.limits = limits or SandboxLimits()
-        self.slots = slots or len(os.sched_getaffinity(0))
+        self.slots = slots or _cores()
         self.layers: dict | None = None
         self._disabled = tuple(_disabled)
         self._use_huge_pages = _use_huge_pages
+        self._is_fresh = _is_fresh
         self._lock = threading.Lock()
-        self._zygote: subprocess.Popen | None = None
-        self._control: socket.socket | None = None
-        self._errors: BinaryIO | None = None
+        self._zygote: ZygoteProcess | None = None
         self._free: deque[SlotHandle] = deque()
         self._all: set[SlotHandle] = set()
         self._waiting: deque[Future[SlotHandle]] = deque()
@@ -123,7 +123,11 @@ class PythonSandbox:
             if self._is_open:
                 return
             self._is_open, self._pid = True, os.getpid()
-            self._start_zygote()
+            if self._is_fresh:
+                logger.warning("%s", fresh.MESSAGE)
+                self.layers = {"missing": dict.fromkeys(LAYERS, "not Linux"), "landlock_abi": 0}
+            else:
+                self._start_zygote()
             self._free.extend(self._new_slot() for _ in range(self.slots))
         try:
             result = self.run_sync("None")
@@ -132,7 +136,8 @@ class PythonSandbox:
         except BaseException:
             self.close()
             raise
-        self._warn_about_missing_layers()
+        if not self._is_fresh:
+            self._warn_about_missing_layers()
 
     def close(self) -> None:
         """End every process and fail the calls that still wait."""
@@ -184,7 +189,7 @@ class PythonSandbox:
             return frame
         failure = ""
         for _ in range(_ATTEMPTS):
-            slot = self._acquire().result()
+            slot = self._acquire_sync()
             try:
                 result = self._exchange(slot, frame, self._patience_s(prelude))
             except (SlotLost, OSError) as error:
@@ -223,6 +228,19 @@ class PythonSandbox:
                 self._waiting.append(future)
         return future
 
+    def _acquire_sync(self) -> SlotHandle:
+        future = self._acquire()
+        try:
+            return future.result()
+        except BaseException:
+            self._give_up(future)
+            raise
+
+    def _give_up(self, future: Future[SlotHandle]) -> None:
+        """Leave the queue, passing on a slot that was handed over in the meantime."""
+        if not future.cancel() and future.exception() is None:
+            self._release(future.result())
+
     async def _acquire_async(self) -> SlotHandle:
         future = self._acquire()
         if future.done():
@@ -230,8 +248,7 @@ class PythonSandbox:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if not future.cancel() and future.exception() is None:
-                self._release(future.result())
+            self._give_up(future)
             raise
 
     def _release(self, slot: SlotHandle) -> None:
@@ -260,6 +277,8 @@ class PythonSandbox:
 
     def _exchange(self, slot: SlotHandle, frame: bytes, patience_s: float) -> ExecutionResult:
         connection, end = slot.connection, time.monotonic() + self._patience(slot, patience_s)
+        if connection is None:
+            return self._finish(slot, *self._run_fresh(frame))
         rest = memoryview(frame)
         while rest:
             try:
@@ -279,6 +298,8 @@ class PythonSandbox:
         self, slot: SlotHandle, frame: bytes, patience_s: float
     ) -> ExecutionResult:
         connection, loop = slot.connection, asyncio.get_running_loop()
+        if connection is None:
+            return self._finish(slot, *await asyncio.to_thread(self._run_fresh, frame))
         async with asyncio.timeout(self._patience(slot, patience_s)):
             await loop.sock_sendall(connection, frame)
             buffer = bytearray()
@@ -288,6 +309,10 @@ class PythonSandbox:
                     raise SlotLost("the slot ended in the middle of a call")
                 buffer += data
         return self._finish(slot, *reply)
+
+    def _run_fresh(self, frame: bytes) -> tuple[wire.ReplyHeader, bytes]:
+        cells = wire.unpack_cells(frame[wire.REQUEST.size : -len(wire.REQUEST_END)])
+        return fresh.run(cells, self.limits, str(SOURCE), clean_environment())
 
     def _patience(self, slot: SlotHandle, patience_s: float) -> float:
         return patience_s if slot.is_greeted else patience_s + _START_S
@@ -322,72 +347,45 @@ class PythonSandbox:
     # -- zygote and slots -------------------------------------------------------------------
 
     def _start_zygote(self) -> None:
-        """Spawn the zygote with a clean environment and no descriptor but its control socket."""
-        self._control, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()
-        config = json.dumps(
+        self._zygote = ZygoteProcess(
             {
                 "limits": asdict(self.limits),
                 "disabled": self._disabled,
-                "client_pid": os.getpid(),
                 "use_huge_pages": self._use_huge_pages,
             }
         )
-        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", PROGRAM]
-        with theirs:
-            self._zygote = subprocess.Popen(
-                [*command, str(_SOURCE), config, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",
-                env=clean_environment(),
-            )
 
     def _drop_zygote(self) -> None:
         """End the zygote and its slots; the lock is held."""
         free, self._free = set(self._free), deque()
         for slot in self._all:
             if slot in free:
-                slot.connection.close()
+                slot.close()
             else:  # its call sees the end and closes it
-                _shut(slot.connection)
+                slot.shut()
         self._all.clear()
-        if self._control is not None:
-            self._control.close()  # the zygote ends its slots, then itself
-        if self._zygote is not None and self._pid == os.getpid():
-            try:
-                self._zygote.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._zygote.kill()  # the kernel kills its slots in turn
-                self._zygote.wait()
-        if self._errors is not None:
-            self._errors.close()
-        self._zygote = self._control = self._errors = None
+        if self._zygote is not None:
+            self._zygote.close()
+        self._zygote = None
 
     def _new_slot(self) -> SlotHandle:
         """Ask the zygote for one more slot; the lock is held. It need not be ready yet."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         self._next_number += 1
-        slot = SlotHandle(self._next_number, ours)
-        with theirs:
-            self._tell_zygote(f"slot {slot.number}", theirs.fileno())
+        if self._is_fresh:
+            slot = SlotHandle(self._next_number, None)
+        else:
+            assert self._zygote is not None
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            slot = SlotHandle(self._next_number, ours)
+            with theirs:
+                self._zygote.tell(f"slot {slot.number}", theirs.fileno())
         self._all.add(slot)
         return slot
 
-    def _tell_zygote(self, message: str, *fds: int) -> None:
-        """Send a message; when the zygote is dead, the call that needs its slot finds out."""
-        assert self._control is not None
-        try:
-            socket.send_fds(self._control, [message.encode().ljust(wire.MESSAGE_BYTES)], fds)
-        except OSError:
-            pass
-
     def _replace(self, slot: SlotHandle) -> None:
         """Put a new slot in the place of one that ended or must end."""
-        slot.connection.close()
+        slot.close()
         with self._lock:
             if not self._is_open or slot not in self._all:
                 return
@@ -400,12 +398,12 @@ class PythonSandbox:
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         successors: list[SlotHandle] = []
         with self._lock:
-            if self._is_open and self._zygote is not None and self._zygote.poll() is not None:
-                text += f"; the zygote ended with code {self._zygote.returncode}: "
-                text += self._last_errors()
-                successors = self._restart_zygote()
-            elif slot in self._all:
-                self._tell_zygote(f"kill {slot.number}")
+            if self._is_open and self._zygote is not None:
+                if self._zygote.is_dead():
+                    text += f"; {self._zygote.obituary()}"
+                    successors = self._restart_zygote()
+                elif slot in self._all:
+                    self._zygote.tell(f"kill {slot.number}")
         logger.debug("sandbox slot %d lost: %s", slot.number, text)
         self._replace(slot)
         for successor in successors:
@@ -420,11 +418,6 @@ class PythonSandbox:
         successors = [self._new_slot() for _ in range(lost)]
         return successors
 
-    def _last_errors(self) -> str:
-        assert self._errors is not None
-        self._errors.seek(0)
-        return self._errors.read()[-500:].decode("utf-8", "replace").strip()
-
     def _warn_about_missing_layers(self) -> None:
         missing = (self.layers or {}).get("missing", {})
         if missing:
@@ -432,62 +425,6 @@ class PythonSandbox:
                 "the sandbox runs without: %s; `python -m sandbox doctor` says what that means",
                 ", ".join(f"{layer} ({reason})" for layer, reason in missing.items()),
             )
-
-
-def to_result(header: wire.ReplyHeader, body: bytes, limits: SandboxLimits) -> ExecutionResult:
-    """Turn a reply into what the caller gets."""
-    at, texts = 0, []
-    for length in (header.value_len, header.error_len, header.stdout_kept, header.stderr_kept):
-        texts.append(body[at : at + length])
-        at += length
-    value, error = (raw.decode("utf-8", "replace") for raw in texts[:2])
-    stdout = _stream_text(texts[2], header.stdout_total, limits.stream_bytes)
-    stderr = _stream_text(texts[3], header.stderr_total, limits.stream_bytes)
-    error = error or _why(header, limits)
-    if error and stderr and not stderr.endswith("\n"):
-        stderr += "\n"
-    is_cut = header.stdout_total > header.stdout_kept or header.stderr_total > header.stderr_kept
-    return ExecutionResult(
-        status=header.outcome,
-        stdout=stdout,
-        stderr=stderr + error,
-        value_repr=value,
-        duration_s=header.duration_s,
-        cpu_s=header.cpu_s,
-        truncated=header.is_truncated or is_cut,
-        error=error,
-    )
-
-
-def _why(header: wire.ReplyHeader, limits: SandboxLimits) -> str:
-    """Say what ended the code where it could not say so itself."""
-    match header.outcome:
-        case "timeout":
-            return (
-                f"TimeoutError: the code ran longer than its limit ({limits.cpu_s:g} s of CPU, "
-                f"{limits.wall_s:g} s in all)"
-            )
-        case "crash":
-            try:
-                name = signal.Signals(header.detail).name
-            except ValueError:
-                name = f"signal {header.detail}"
-            return f"the process was killed by {name}"
-        case "output_limit":
-            return f"the code wrote more than {limits.output_kill_bytes} bytes"
-        case "error":
-            return f"the process exited with code {header.detail}"
-        case "sandbox_failure":
-            return "the sandbox could not prepare the process"
-    return ""
-
-
-def _stream_text(kept: bytes, total: int, keep: int) -> str:
-    if total <= len(kept):
-        return kept.decode("utf-8", "replace")
-    head = wire.kept_parts(total, keep)[0][1]
-    note = f"\n... [{total - len(kept)} bytes left out] ...\n"
-    return kept[:head].decode("utf-8", "replace") + note + kept[head:].decode("utf-8", "replace")
 
 
 def _failure(reason: str) -> ExecutionResult:
@@ -503,26 +440,9 @@ def _wait(connection: socket.socket, event: int, end: float) -> None:
         raise SlotLost("the slot did not answer in time")
 
 
-def _shut(connection: socket.socket) -> None:
+def _cores() -> int:
+    """Return how many cores this process may use."""
     try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-
-
-def clean_environment() -> dict[str, str]:
-    """Return all that the inside sees of the environment: no secret, no path of a home."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONHASHSEED": "0",
-        "MPLBACKEND": "Agg",
-    }
-    for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM"):
-        environment[f"{library}_NUM_THREADS"] = "1"
-    if "LD_LIBRARY_PATH" in os.environ:  # some interpreters do not start without it
-        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    return environment
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1

@@ -32,11 +32,13 @@ _VALUE = " value of the last expression"  # no program can have this name
 class Report:
     """The memory that child and slot share: a header, the echoed value and the error text."""
 
-    def __init__(self, value_bytes: int, error_bytes: int) -> None:
+    def __init__(self, value_bytes: int, error_bytes: int, file: int = -1) -> None:
         self.value_bytes = value_bytes
         self.error_bytes = error_bytes
         self._size = REPORT.size + value_bytes + error_bytes
-        self._memory = mmap.mmap(-1, self._size)
+        if file >= 0:  # shared through a file, not through a fork
+            os.ftruncate(file, self._size)
+        self._memory = mmap.mmap(file, self._size)
         self._blank = bytes(self._size)
 
     def wipe(self) -> None:

@@ -204,8 +204,8 @@ def test_sandbox_can_be_opened_again():
 
 def test_death_of_the_zygote_is_survived():
     with PythonSandbox(slots=2) as box:
+        assert box._zygote is not None
         box._zygote.kill()
-        box._zygote.wait()
         assert [box.run_sync(f"{i}").text() for i in range(4)] == ["0", "1", "2", "3"]
 
 
