@@ -9,6 +9,7 @@ import torch
 from trl import GRPOConfig
 
 from rivet.rewards import CostTerm
+from stages.stage1.health import CollapseWatch
 from stages.stage1.objective import (
     Denominator,
     ExpertLoss,
@@ -111,10 +112,10 @@ class Stage1Config(GRPOConfig):
     min_well_formed: float = _setting(
         0.7, "A share of well-formed rollouts below this is a collapse, in [0, 1]."
     )
-    max_expert_nll: float | None = _setting(
-        None,
-        "An expert text that costs the controller more than this is a collapse, in nats per "
-        "token; null: not watched.",
+    max_expert_rise: float | None = _setting(
+        1.0,
+        "Expert text that costs the controller this much more than in the first steps is a "
+        "collapse, in nats per token, above 0; not watched with null, or where it is not trained.",
     )
     collapse_patience: int = _setting(3, "Steps in a row that a collapse must last, at least 1.")
     max_fault_rate: float = _setting(
@@ -163,6 +164,15 @@ class Stage1Config(GRPOConfig):
             route_entropy=self.route_entropy,
             drop_flat_groups=self.drop_flat_groups,
             scale=self.scale_rewards,
+        )
+
+    def collapse_watch(self) -> CollapseWatch:
+        """The watch that these settings describe."""
+        is_trained = self.objective().expert_weight > 0
+        return CollapseWatch(
+            min_well_formed=self.min_well_formed,
+            max_expert_rise=self.max_expert_rise if is_trained else None,
+            patience=self.collapse_patience,
         )
 
     def cost(self) -> CostTerm:

@@ -146,22 +146,23 @@ class CollapseWatch:
 
     Args:
         min_well_formed: Floor of the share of well-formed rollouts.
-        max_expert_nll: Ceiling of what expert text costs the controller, nats per token; None
-            does not watch it.
-        patience: Steps in a row beyond a bound.
+        max_expert_rise: How much more expert text may cost the controller than in the first
+            steps, nats per token; None does not watch it.
+        patience: Steps in a row beyond a bound, and number of the first steps.
     """
 
     def __init__(
-        self, *, min_well_formed: float, max_expert_nll: float | None, patience: int
+        self, *, min_well_formed: float, max_expert_rise: float | None, patience: int
     ) -> None:
         self._min_well_formed = min_well_formed
-        self._max_expert_nll = max_expert_nll
+        self._max_expert_rise = max_expert_rise
+        self._first: list[float] = []
         self._patience = patience
         self._beyond: Counter[str] = Counter()
 
     def update(self, metrics: Mapping[str, Any]) -> str | None:
         """Take one step's metrics; the reason if they complete a collapse, else None."""
-        reasons = [self._low_well_formed(metrics), self._high_expert_nll(metrics)]
+        reasons = [self._low_well_formed(metrics), self._dear_expert_text(metrics)]
         return next((reason for reason in reasons if reason), None)
 
     def _low_well_formed(self, metrics: Mapping[str, Any]) -> str | None:
@@ -173,14 +174,20 @@ class CollapseWatch:
             f"for {self._patience} steps: the controller is losing the protocol"
         )
 
-    def _high_expert_nll(self, metrics: Mapping[str, Any]) -> str | None:
+    def _dear_expert_text(self, metrics: Mapping[str, Any]) -> str | None:
         logp = metrics.get("expert/logp")
-        bound = self._max_expert_nll
-        if logp is None or bound is None or not self._lasts("expert_nll", -logp > bound):
+        if logp is None or self._max_expert_rise is None:
+            return None
+        if len(self._first) < self._patience:
+            self._first.append(-logp)
+            return None
+        start = sum(self._first) / len(self._first)
+        if not self._lasts("expert_text", -logp - start > self._max_expert_rise):
             return None
         return (
-            f"expert text costs {-logp:.2f} nats per token, above {bound:g} for "
-            f"{self._patience} steps: the controller is driven away from what experts write"
+            f"expert text costs {-logp:.2f} nats per token, {start:.2f} at the start, more than "
+            f"{self._max_expert_rise:g} above it for {self._patience} steps: the controller is "
+            "driven away from what experts write"
         )
 
     def _lasts(self, what: str, is_beyond: bool) -> bool:

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _MAY_CHANGE = (
     "collapse_alarm",
     "min_well_formed",
-    "max_expert_nll",
+    "max_expert_rise",
     "collapse_patience",
     "max_fault_rate",
     "fault_window",

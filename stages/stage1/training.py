@@ -23,7 +23,6 @@ from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 from stages.stage1.callback import Stage1Callback
 from stages.stage1.config import Stage1Config
-from stages.stage1.health import CollapseWatch
 from stages.stage1.rollouts import RolloutSource, StepRollouts
 from stages.stage1.trainer import Stage1Trainer
 from stages.stage2.training import last_checkpoint
@@ -87,11 +86,7 @@ def train(folder: RunDir, args: Stage1Config, start: Start, source: RolloutSourc
     """
     resume_from = last_checkpoint(Path(str(args.output_dir)), clean=folder.is_writer)
     folder.trim_metrics(0 if resume_from is None else int(resume_from.rpartition("-")[2]))
-    watch = CollapseWatch(
-        min_well_formed=args.min_well_formed,
-        max_expert_nll=args.max_expert_nll,
-        patience=args.collapse_patience,
-    )
+    watch = args.collapse_watch()
     for line in folder.metrics():
         watch.update(line)
     with interruptible() as stop:

@@ -99,6 +99,7 @@ def test_the_mini_recipe_is_what_the_design_describes() -> None:
         denominator="separate",
         negative_weight=config.negative_weight,
         route_weight=config.route_weight,
+        route_negative=config.route_negative,
         route_entropy=config.route_entropy,
     )
     assert (config.prompts_per_step, config.num_generations) == (12, 8)

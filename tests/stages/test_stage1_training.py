@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stage1_world import ScriptedSource, build_start, run, scripted
+from stage1_world import ScriptedSource, build_config, build_start, run, scripted
 from transformers import AutoModelForCausalLM
 
 from rivet.interrupt import Interrupted
@@ -262,14 +262,27 @@ def test_a_fault_storm_aborts_and_the_step_is_sampled_again_later(tmp_path: Path
 
 
 def test_the_collapse_watch_wants_steps_in_a_row() -> None:
-    watch = CollapseWatch(min_well_formed=0.7, max_expert_nll=3.0, patience=2)
+    watch = CollapseWatch(min_well_formed=0.7, max_expert_rise=None, patience=2)
     rates = [0.6, 0.8, 0.6, 0.69]
-    found = [watch.update({"rollout/well_formed": rate, "expert/logp": -1.0}) for rate in rates]
+    found = [watch.update({"rollout/well_formed": rate, "expert/logp": -9.0}) for rate in rates]
     assert found[:3] == [None] * 3
     assert "below 70% for 2 steps" in str(found[3])
-    watch = CollapseWatch(min_well_formed=0.7, max_expert_nll=3.0, patience=2)
-    assert watch.update({"expert/logp": -3.5}) is None
-    assert "expert text costs 4.00 nats" in str(watch.update({"expert/logp": -4.0}))
+
+
+def test_the_collapse_watch_compares_expert_text_with_the_first_steps() -> None:
+    watch = CollapseWatch(min_well_formed=0.7, max_expert_rise=1.0, patience=2)
+    logps = [-0.4, -0.6, -1.4, -1.6, -1.4, -1.7]  # starts at 0.5, the bound is 1.5
+    assert [watch.update({"expert/logp": logp}) for logp in logps] == [None] * 6
+    assert "costs 1.80 nats per token, 0.50 at the start" in str(
+        watch.update({"expert/logp": -1.8})
+    )
+
+
+def test_expert_text_is_not_watched_where_it_is_not_trained(tmp_path: Path) -> None:
+    for expert_loss, is_watched in (("positive", True), ("mask", False)):
+        watch = build_config(tmp_path, expert_loss=expert_loss).collapse_watch()
+        found = [watch.update({"expert/logp": -float(n)}) for n in range(12)]
+        assert any(found) == is_watched
 
 
 def test_the_fault_watch_bears_a_bad_step_but_not_a_dead_endpoint() -> None:
