@@ -83,8 +83,7 @@ class Stage1Config(GRPOConfig):
     route_negative: float = _setting(
         1.0,
         "Factor of these tokens where the advantage is negative, on top of route_weight, at "
-        "least 0. Below 1 the names as a whole are pushed up, which keeps them apart from "
-        "nonsense.",
+        "least 0; names that are made up bear the whole. Below 1 real names gain on nonsense.",
     )
     route_entropy: float = _setting(
         0.0,

@@ -43,7 +43,8 @@ class ObjectiveSettings:
         negative_weight: Factor of the controller's tokens of bad trajectories (A < 0), except
             for its route tokens.
         route_weight: Factor of the controller's route tokens.
-        route_negative: Factor of route tokens of bad trajectories, on top of `route_weight`.
+        route_negative: Factor of route tokens of bad trajectories, on top of `route_weight`;
+            names that are made up bear the whole of it.
         route_entropy: The entropy of each of the controller's route tokens counts as much in its
             sum as an advantage of this size.
         drop_flat_groups: Groups whose rewards are all equal train nothing and are not counted
@@ -177,11 +178,13 @@ class TokenRoles:
         controller: Sampled by the controller.
         expert: Spliced in from an expert, the reply's tags included.
         route: The controller's choice of an expert; a part of `controller`.
+        made_up: Choices of an expert that there is not; a part of `route`.
     """
 
     controller: Tensor
     expert: Tensor
     route: Tensor
+    made_up: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +259,10 @@ def _controller_weights(
 ) -> Tensor:
     """Signed weight as if every token were the controller's, shape (B*G, T)."""
     other = torch.where(advantages < 0, settings.negative_weight, 1.0) * advantages
-    route = torch.where(advantages < 0, settings.route_negative, 1.0) * advantages
-    route = settings.route_weight * route
-    return torch.where(roles.route, route.unsqueeze(1), other.unsqueeze(1))
+    made_up = settings.route_weight * advantages
+    route = torch.where(advantages < 0, settings.route_negative, 1.0) * made_up
+    choice = torch.where(roles.made_up, made_up.unsqueeze(1), route.unsqueeze(1))
+    return torch.where(roles.route, choice, other.unsqueeze(1))
 
 
 def _expert_weights(

@@ -23,7 +23,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ def roles_of(
     trajectories: Sequence[Trajectory],
     length: int,
     tokenizer: ProtocolTokenizer,
+    experts: Collection[str],
     device: torch.device | str = "cpu",
 ) -> TokenRoles:
     """Masks of shape (B*G, length) from the trajectories' authors and kinds.
@@ -100,23 +101,30 @@ def roles_of(
             elif segment.author == "controller":
                 codes[row, start:end] = 3 if segment.kind == "route" else 1
             start = end
-        for n in name_starts(trajectory, tokenizer):
-            codes[row, n] = 3
+        for n, name in choices(trajectory, tokenizer):
+            codes[row, n] = 3 if name in experts else 4
     codes = codes.to(device)
-    return TokenRoles((codes == 1) | (codes == 3), codes == 2, codes == 3)
+    route = codes >= 3
+    return TokenRoles((codes == 1) | route, codes == 2, route, codes == 4)
 
 
-def name_starts(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> list[int]:
-    """Indices of the controller's tokens that hold the first byte behind `<expert name="`."""
+def choices(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> list[tuple[int, str]]:
+    """The controller's choices of an expert, whatever became of them.
+
+    Returns:
+        For each `<expert name="` the index of the token that holds the first byte behind it, if the
+        controller wrote that, and what stands there up to the next quote or tag.
+    """
     pieces = [tokenizer.token_bytes[i] for i in trajectory.completion_ids]
-    found: list[int] = []
+    authors = trajectory.authors
+    found: list[tuple[int, str]] = []
     token, token_end = -1, 0
-    for match in re.finditer(rb'<expert name="', b"".join(pieces)):
-        while token_end <= match.end() and token + 1 < len(pieces):
+    for match in re.finditer(rb'<expert name="([^"<>]*)', b"".join(pieces)):
+        while token_end <= match.start(1) and token + 1 < len(pieces):
             token += 1
             token_end += len(pieces[token])
-        if token_end > match.end() and trajectory.authors[token] == "controller":
-            found.append(token)
+        if token_end > match.start(1) and authors[token] == "controller":
+            found.append((token, match[1].decode("utf-8", "replace")))
     return found
 
 
@@ -158,6 +166,7 @@ class Stage1Trainer(GRPOTrainer):
         problems: What is trained on; rows are drawn from it by `problem_order`.
         rollouts: Gives the graded trajectories of each step.
         tokenizer: The controller's, padding on the left.
+        experts: Names that the controller may choose from.
         right_experts: Problem id -> name of the expert that knows it, where that is known.
         callbacks: As in TRL.
     """
@@ -170,6 +179,7 @@ class Stage1Trainer(GRPOTrainer):
         problems: Sequence[Problem],
         rollouts: StepRollouts,
         tokenizer: ProtocolTokenizer,
+        experts: Collection[str],
         right_experts: dict[str, str] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
@@ -183,6 +193,7 @@ class Stage1Trainer(GRPOTrainer):
         self._num_parts = args.steps_per_generation
         self._fault_watch = FaultWatch(args.max_fault_rate, args.fault_window)
         self._protocol_tokenizer = tokenizer
+        self._experts = frozenset(experts)
         self._batch: list[Trajectory] = []
         self._batch_is_stored = False
         self._scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None

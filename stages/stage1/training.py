@@ -130,6 +130,7 @@ def build_trainer(
         problems=start.problems,
         rollouts=rollouts,
         tokenizer=start.tokenizer,
+        experts=[card.name for card in start.settings.experts],
         right_experts=start.right_experts,
         callbacks=[callback],
     )

@@ -158,6 +158,7 @@ def build_trainer(
         problems=PROBLEMS,
         rollouts=StepRollouts(source or ScriptedSource(), TrajectoryStore(folder / "trajectories")),
         tokenizer=ProtocolTokenizer(build_tokenizer()),
+        experts=["calc", "sage"],
         right_experts={p.id: "calc" for p in PROBLEMS},
         callbacks=callbacks,
     )

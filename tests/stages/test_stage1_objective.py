@@ -82,15 +82,14 @@ def test_flat_groups_are_dropped_only_if_asked() -> None:
 # --- weights ------------------------------------------------------------------------------------
 
 # Two trajectories of one group: good (A = 2) and bad (A = -1); letters name the author:
-# c controller, r its route token, e expert, o environment, . padding.
+# c controller, r its route token, m a made-up route, e expert, o environment, . padding.
 LAYOUT = ["crceeoc", "creeoo."]
 
 
 def roles(layout: list[str] = LAYOUT) -> TokenRoles:
     letters = [list(row) for row in layout]
-    masks = [
-        torch.tensor([[x in set_ for x in row] for row in letters]) for set_ in ("cr", "e", "r")
-    ]
+    sets = ("crm", "e", "rm", "m")
+    masks = [torch.tensor([[x in chosen for x in row] for row in letters]) for chosen in sets]
     return TokenRoles(*masks)
 
 
@@ -188,6 +187,12 @@ def test_negative_advantages_of_other_tokens_are_softened_and_routes_amplified()
 def test_negative_advantages_of_route_tokens_have_a_factor_of_their_own() -> None:
     result = weigh(preset("mask", negative_weight=0.5, route_weight=8.0, route_negative=0.25))
     assert rows(result.weights) == [[2, 16, 2, 0, 0, 0, 2], [-0.5, -2, 0, 0, 0, 0, 0]]
+
+
+def test_a_made_up_name_bears_the_whole_of_its_negative_advantage() -> None:
+    settings = preset("mask", route_weight=8.0, route_negative=0.25)
+    result = weigh(settings, roles=roles(["cm", "cm"]))
+    assert rows(result.weights) == [[2, 16], [-1, -8]]
 
 
 def test_entropy_acts_on_route_tokens_of_trained_rows_in_the_controllers_sum() -> None:

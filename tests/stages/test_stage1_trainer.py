@@ -35,6 +35,7 @@ from stages.stage1.objective import preset
 from stages.stage1.rollouts import Asked
 from stages.stage1.trainer import (
     Stage1Trainer,
+    choices,
     is_void,
     problem_order,
     roles_of,
@@ -327,23 +328,29 @@ def test_void_means_neither_answer_nor_action() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "chosen"),
+    ("text", "chosen", "is_made_up"),
     [
-        ('<expert name="calc">add</expert>', "calc"),
-        ('<expert name="11472 *<expert name="calc">', "1 calc"),
-        ('<expert name=" 4', " "),
-        ('<expert name="', ""),
-        ("<expert nam", ""),
+        ('<expert name="calc">add</expert>', "calc", [False]),
+        ('<expert name="sagb">add</expert>', "sagb", [True]),
+        ('<expert name="11472 *<expert name="calc">', "1calc", [True, False]),
+        ('<expert name=" 4', " ", [True]),
+        ('<expert name="calc', "c", [False]),
+        ('<expert name="', "", []),
+        ("<expert nam", "", []),
     ],
 )
-def test_a_name_that_is_made_up_is_a_choice_of_an_expert_too(text: str, chosen: str) -> None:
+def test_a_name_that_is_made_up_is_a_choice_of_an_expert_too(
+    text: str, chosen: str, is_made_up: list[bool]
+) -> None:
     tokenizer = ProtocolTokenizer(build_tokenizer())
     ids = tokenizer.encode(text)
     scanner = parse(tokenizer, ids, ["controller"] * len(ids))
     t = replace(scripted(Asked(PROBLEMS[0], 0, 1)), segments=scanner.segments())
-    roles = roles_of([t], len(ids) + 2, tokenizer)
+    assert [name not in ("calc", "sage") for _, name in choices(t, tokenizer)] == is_made_up
+    roles = roles_of([t], len(ids) + 2, tokenizer, ["calc", "sage"])
     picked = [i for i, is_route in zip(ids, roles.route[0].tolist(), strict=False) if is_route]
-    assert tokenizer.decode(picked) == chosen.replace("1 c", "1c")
+    assert tokenizer.decode(picked) == chosen
+    assert roles.made_up.sum() == sum(is_made_up)
     assert roles.controller[0].tolist() == [True] * len(ids) + [False] * 2
 
 
@@ -352,7 +359,7 @@ def test_what_an_expert_writes_is_nobodys_choice() -> None:
     ids = tuple(tokenizer.encode('<expert name="calc">'))
     t = scripted(Asked(PROBLEMS[0], 0, 1))
     t = replace(t, segments=(Segment("expert", "reply", ids),))
-    assert not roles_of([t], len(ids), tokenizer).route.any()
+    assert not roles_of([t], len(ids), tokenizer, []).route.any()
 
 
 def test_every_trajectory_of_a_step_is_stored_with_verdict_and_advantage(tmp_path: Path) -> None:
