@@ -121,6 +121,7 @@ def _answer_alone(question: str, export: Path, pipeline: Pipeline) -> dict[str, 
 
 
 def _report(folder: Path, results: dict[str, Any], config: DemoConfig) -> Path:
+    from eval.compare import compare_evaluations
     from eval.report import write_report
     from rivet.tokenization import ProtocolTokenizer
 
@@ -128,7 +129,7 @@ def _report(folder: Path, results: dict[str, Any], config: DemoConfig) -> Path:
         f"{checkpoint}, {condition}": folder / "eval" / checkpoint / condition / "trajectories"
         for checkpoint in CHECKPOINTS
         for condition in CONDITIONS
-    }
+    } | {"Stage I, training": folder / "stage1" / "trajectories"}
     return write_report(
         folder / "report",
         rows=results["rows"],
@@ -136,6 +137,7 @@ def _report(folder: Path, results: dict[str, Any], config: DemoConfig) -> Path:
         curves={title: folder / name / "metrics.jsonl" for name, title in CHECKPOINTS.items()},
         stores=stores,
         tokenizer=ProtocolTokenizer.from_pretrained(results["export"]),
+        comparisons=compare_evaluations([folder / "eval" / c for c in CHECKPOINTS]),
         config=to_plain(config),
         title="rivet demo",
     )
