@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sandbox import ExecutionResult, PythonSandbox
 
@@ -34,6 +35,7 @@ def load(path: Path) -> list[Case]:
 @contextlib.contextmanager
 def surroundings() -> Iterator[subprocess.Popen]:
     """Plant the secrets, the canary folder and an unrelated process of the same user."""
+    lock = _lock()
     saved = {name: os.environ.get(name) for name in ("FAKE_API_KEY", "HOME")}
     os.environ.update(FAKE_API_KEY=SECRETS[0], HOME=str(HOME))
     gold = "".join(["SECRET", "GOLD", "777"])  # a live string in the owner's memory
@@ -56,6 +58,15 @@ def surroundings() -> Iterator[subprocess.Popen]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        lock.close()
+
+
+def _lock() -> BinaryIO:
+    """Wait until no other run of these tests uses the planted folders, whose names are fixed."""
+    path = f"{CANARY}.{os.getuid()}.lock"
+    lock = open(path, "ab")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 def faults(box: PythonSandbox, case: Case, victim: subprocess.Popen) -> list[str]:

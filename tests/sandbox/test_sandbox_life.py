@@ -53,7 +53,9 @@ def gone(pids: list[int]) -> bool:
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("disabled", [(), MODES["no-namespaces"]], ids=["full", "reduced"])
 def test_everything_ends_with_its_owner(how, disabled):
     check_death(OWNER.format(root=str(ROOT), disabled=disabled, extra=""), how)

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 
-import attack_suite
 import pytest
 from test_sandbox_attacks import ALL
 
@@ -32,34 +31,33 @@ async def test_soak_gives_no_wrong_result():
     attacks += [code for _, code, _ in ALL["time"][:2]]
     chance = random.Random(5)
     wrong: list[str] = []
-    with attack_suite.surroundings():
-        async with PythonSandbox(QUICK, slots=2) as box:
+    async with PythonSandbox(QUICK, slots=2) as box:
 
-            async def honest(i: int) -> None:
-                a, b = chance.randrange(10**6), chance.randrange(10**6)
-                result = await box.run(f"print({a} * {b})")
-                # On a starved machine honest code may meet the short wall limit.
-                if result.text() != str(a * b) and result.status != "timeout":
-                    wrong.append(f"call {i}: {result!r}")
+        async def honest(i: int) -> None:
+            a, b = chance.randrange(10**6), chance.randrange(10**6)
+            result = await box.run(f"print({a} * {b})")
+            # On a starved machine honest code may meet the short wall limit.
+            if result.text() != str(a * b) and result.status != "timeout":
+                wrong.append(f"call {i}: {result!r}")
 
-            async def work(first: int, last: int) -> None:
-                for i in range(first, last):
-                    if chance.random() < 0.25:
-                        result = await box.run(chance.choice(attacks))
-                        if result.status == "sandbox_failure":
-                            wrong.append(f"call {i}: {result.error}")
-                    else:
-                        await honest(i)
+        async def work(first: int, last: int) -> None:
+            for i in range(first, last):
+                if chance.random() < 0.25:
+                    result = await box.run(chance.choice(attacks))
+                    if result.status == "sandbox_failure":
+                        wrong.append(f"call {i}: {result.error}")
+                else:
+                    await honest(i)
 
-            async def part(first: int, last: int) -> None:
-                step = (last - first) // 8
-                await asyncio.gather(
-                    *(work(first + k * step, first + (k + 1) * step) for k in range(8))
-                )
+        async def part(first: int, last: int) -> None:
+            step = (last - first) // 8
+            await asyncio.gather(
+                *(work(first + k * step, first + (k + 1) * step) for k in range(8))
+            )
 
-            await part(0, CALLS // 5)
-            descriptors, memory = len(os.listdir("/proc/self/fd")), memory_kb()
-            await part(CALLS // 5, CALLS)
-            assert wrong == []
-            assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
-            assert memory_kb() < memory + 20_000
+        await part(0, CALLS // 5)
+        descriptors, memory = len(os.listdir("/proc/self/fd")), memory_kb()
+        await part(CALLS // 5, CALLS)
+        assert wrong == []
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+        assert memory_kb() < memory + 20_000
