@@ -83,6 +83,7 @@ def roles_of(
     length: int,
     tokenizer: ProtocolTokenizer,
     experts: Collection[str],
+    *,
     device: torch.device | str = "cpu",
 ) -> TokenRoles:
     """Masks of shape (B*G, length) from the trajectories' authors and kinds.
@@ -277,7 +278,8 @@ class Stage1Trainer(GRPOTrainer):
         )
         start = self.accelerator.process_index * len(batch)
         mine = advantages.rows(start, start + len(batch))
-        roles = roles_of(batch, output["completion_ids"].size(1), self._protocol_tokenizer, device)
+        length = output["completion_ids"].size(1)
+        roles = roles_of(batch, length, self._protocol_tokenizer, self._experts, device=device)
         is_trained = trained(
             mine, torch.tensor([is_void(t) for t in batch], device=device), self._objective
         )

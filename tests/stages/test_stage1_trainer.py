@@ -31,7 +31,7 @@ from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Segment, Trajectory
 from stages.stage1 import trainer as trainer_module
 from stages.stage1.health import FaultRateError
-from stages.stage1.objective import preset
+from stages.stage1.objective import TokenRoles, preset, token_weights
 from stages.stage1.rollouts import Asked
 from stages.stage1.trainer import (
     Stage1Trainer,
@@ -352,6 +352,30 @@ def test_a_name_that_is_made_up_is_a_choice_of_an_expert_too(
     assert tokenizer.decode(picked) == chosen
     assert roles.made_up.sum() == sum(is_made_up)
     assert roles.controller[0].tolist() == [True] * len(ids) + [False] * 2
+
+
+def test_the_trainer_tells_made_up_names_from_the_experts_it_has(tmp_path: Path) -> None:
+    tokenizer = ProtocolTokenizer(build_tokenizer())
+
+    def make(asked: Asked) -> Trajectory:
+        name = ["calc", "sage", "calcx", "9"][asked.sample_index]
+        ids = tuple(tokenizer.encode(f'<expert name="{name}">'))
+        written = Segment("controller", "format", ids, (-1.0,) * len(ids))
+        return scripted(asked, reward=MIXED[asked.sample_index], segments=(written,))
+
+    seen: list[TokenRoles] = []
+    trainer = build_trainer(tmp_path, source=ScriptedSource(make), max_steps=1, save_strategy="no")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            trainer_module,
+            "token_weights",
+            lambda settings, roles, *rest, **more: (
+                seen.append(roles) or token_weights(settings, roles, *rest, **more)
+            ),
+        )
+        trainer.train()
+    assert seen[0].route.sum(1).tolist() == [1] * 8
+    assert seen[0].made_up.any(1).tolist() == [False, False, True, True] * 2
 
 
 def test_what_an_expert_writes_is_nobodys_choice() -> None:
