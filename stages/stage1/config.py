@@ -109,7 +109,7 @@ class Stage1Config(GRPOConfig):
         "stop", "On a collapse `stop` the run, `warn`, or `off`."
     )
     min_well_formed: float = _setting(
-        0.7, "A share of well-formed rollouts below this is a collapse, in [0, 1]."
+        0.6, "A share of well-formed rollouts below this is a collapse, in [0, 1]."
     )
     max_expert_rise: float | None = _setting(
         1.0,

@@ -227,9 +227,9 @@ def malformed(asked: Asked) -> Trajectory:
 
 def test_a_collapse_stops_the_run_and_says_why(tmp_path: Path) -> None:
     source = ScriptedSource(malformed)
-    with pytest.raises(CollapseError, match=r"step 5: only 0% of the rollouts are well formed"):
-        run(tmp_path / "run", source, max_steps=8)
-    assert source.steps == [1, 2, 3, 4, 5]  # 3 bad steps in a row
+    with pytest.raises(CollapseError, match=r"step 7: only 0% of the rollouts are well formed"):
+        run(tmp_path / "run", source, max_steps=9)
+    assert source.steps == list(range(1, 8))  # 5 bad steps in a row
     assert (tmp_path / "run" / "collapsed" / "model.safetensors").is_file()
     assert not (tmp_path / "run" / "checkpoint").exists()
     assert not RunDir.load(tmp_path / "run").is_finished
@@ -239,7 +239,7 @@ def test_a_collapse_stops_the_run_and_says_why(tmp_path: Path) -> None:
 def test_a_collapse_is_borne_if_asked(
     alarm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tmp_path / "run", ScriptedSource(malformed), max_steps=6, collapse_alarm=alarm)
+    run(tmp_path / "run", ScriptedSource(malformed), max_steps=8, collapse_alarm=alarm)
     assert RunDir.load(tmp_path / "run").is_finished
     assert ("collapse:" in caplog.text) == (alarm == "warn")
 
