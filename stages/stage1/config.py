@@ -116,7 +116,7 @@ class Stage1Config(GRPOConfig):
         "Expert text that costs the controller this much more than in the first steps is a "
         "collapse, in nats per token, above 0; not watched with null, or where it is not trained.",
     )
-    collapse_patience: int = _setting(3, "Steps in a row that a collapse must last, at least 1.")
+    collapse_patience: int = _setting(5, "Steps in a row that a collapse must last, at least 1.")
     max_fault_rate: float = _setting(
         0.2,
         "Stop when more than this share of the rollouts of the last `fault_window` steps had an "
