@@ -133,8 +133,11 @@ def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, An
     return {"rows": rows, "failures": failures, "phases": phases}
 
 
+# Workers report through the parent; their progress bars would overwrite each other.
+_QUIET = {"disable_tqdm": True}
+
+
 def _quiet_worker() -> None:
-    """Workers report through the parent; their progress bars would overwrite each other."""
     import torch
 
     os.environ["TQDM_DISABLE"] = "1"
@@ -148,10 +151,10 @@ def run_unit(
     settings = PipelineConfig(
         seed=seed,
         size=config.size,
-        warmstart=config.warmstart,
-        stage1=config.stage1,
+        warmstart=config.warmstart | _QUIET,
+        stage1=config.stage1 | _QUIET,
         collect=config.collect,
-        stage2=config.stage2,
+        stage2=config.stage2 | _QUIET,
         eval=config.eval,
     )
     root = folder / f"seed-{seed}"

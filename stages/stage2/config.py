@@ -68,6 +68,8 @@ class WeightedSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and not torch.cuda.is_available():
             self.bf16 = False  # TRL's default would be bfloat16 autocast, slower on most CPUs
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False  # there is nothing to pin for; torch warns
         super().__post_init__()
         self.objective()
         self._check_resume()
