@@ -105,16 +105,17 @@ def run(config: WarmstartConfig) -> Path:
     ) as folder:
         tokenizer, settings, model = _start(config)
         problems = build_split("train", config.problems_per_family, config.seed)
-        dialogues = itertools.islice(scripted_dialogues(problems, config.seed), config.dialogues)
+        endless = scripted_dialogues(problems, config.seed)
+        dialogues = list(itertools.islice(endless, config.dialogues))
         prompts = PromptBuilder(tokenizer, settings)
         trajectories = [
             render(dialogue, n, tokenizer, settings, prompts)
             for n, dialogue in enumerate(dialogues)
         ]
-        dataset = to_dataset(
-            trajectories,
-            expert_scales=span_scales(len(trajectories), config.expert_span_share, config.seed),
-        )
+        scales = span_scales(len(dialogues), config.expert_span_share, config.seed)
+        # Programs that fail are there to be survived, not to be written.
+        scales = [0.0 if d.is_failing else s for d, s in zip(dialogues, scales, strict=True)]
+        dataset = to_dataset(trajectories, expert_scales=scales)
         summary = train(
             folder,
             config,

@@ -2,12 +2,17 @@
 
 A dialogue shows the form of a consultation and nothing of the solution: the expert is drawn
 uniformly, whatever the family, its reply is what its script says, and the answer is copied from the
-program's output, right or wrong, never from the gold. No tokens here; the warm start renders them.
+program's output, right or wrong, never from the gold. In a small share the program fails: a
+controller that has to write its own replies will write broken programs at first, and must know how
+a turn goes on behind a traceback. No tokens here; the warm start renders them.
 """
 
 from __future__ import annotations
 
+import linecache
 import random
+import re
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +20,10 @@ from data.miniworld.experts import EXPERTS, run_script
 from data.miniworld.tasks import FAMILIES, build_split, request_for
 from data.problems import Problem
 
+FAILING_SHARE = 0.05
+NO_ANSWER = "?"  # what a turn is closed with when there is no output to copy
 _FENCE = "```python\n"
+_CELL = "<cell>"  # the file name in the sandbox's tracebacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,8 @@ class Dialogue:
         request: The request, with the problem's operands.
         reply: The expert's reply: a sentence and one fenced program.
         output: What the program prints, as the sandbox shows it.
-        answer: The final answer: the output.
+        answer: The final answer: the output, or `NO_ANSWER` where the program fails.
+        is_failing: Whether the program fails. No expert of the mini-world writes such a program.
     """
 
     problem: Problem
@@ -37,6 +46,7 @@ class Dialogue:
     reply: str
     output: str
     answer: str
+    is_failing: bool = False
 
 
 def scripted_dialogues(problems: Sequence[Problem], seed: int) -> Iterator[Dialogue]:
@@ -56,8 +66,33 @@ def scripted_dialogue(problem: Problem, expert: str, seed: int) -> Dialogue:
     """The dialogue of one problem with one expert."""
     request = request_for(problem)
     reply = EXPERTS[expert].reply(request, seed)
-    output = run_script(code_of(reply))
+    code = code_of(reply)
+    rng = random.Random(f"failing\x1f{seed}")
+    if rng.random() < FAILING_SHARE:
+        broken = _broken(code, rng)
+        reply = reply.replace(code, broken)
+        return Dialogue(problem, expert, request, reply, _error_of(broken), NO_ANSWER, True)
+    output = run_script(code)
     return Dialogue(problem, expert, request, reply, output, output)
+
+
+def _broken(code: str, rng: random.Random) -> str:
+    """The program with a name that nobody defined, or without its last bracket."""
+    if rng.random() < 0.5:
+        return code[:-1]
+    names = "abcdefghijklmnopqrstuvwxyz"
+    return re.sub(r"(?<=\()[^()]*?\b\d+", rng.choice(names), code, count=1)
+
+
+def _error_of(code: str) -> str:
+    """What the sandbox shows of a program that fails."""
+    linecache.cache[_CELL] = (len(code), None, code.splitlines(keepends=True), _CELL)
+    try:
+        exec(compile(code, _CELL, "exec"), {"print": lambda *_, **__: None})
+    except Exception as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    raise AssertionError(f"this program does not fail: {code}")
 
 
 def code_of(reply: str) -> str:
