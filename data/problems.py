@@ -86,6 +86,10 @@ def _parse_line(line: str, path: Path, number: int) -> Problem:
             f"{where}: not valid JSON ({error.msg} at column {error.colno}); "
             "expected one JSON object a line"
         ) from error
+    except (ValueError, RecursionError) as error:  # an endless number, or brackets without end
+        raise ProblemFileError(
+            f"{where}: cannot be read ({error}); expected one JSON object a line"
+        ) from error
     if not isinstance(row, dict):
         raise ProblemFileError(f"{where}: got {type(row).__name__}; expected a JSON object")
     for key in ("id", "problem", "answer"):

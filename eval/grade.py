@@ -7,11 +7,14 @@ reward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from data.problems import Problem
+from data.problems import Problem, load_problems
+from rivet.grading.grader import Grader, Request
 from rivet.grading.verdict import BadRequest, Grade, Kind
 from rivet.rewards import outcome_reward
 from rivet.tokenization import ProtocolTokenizer
@@ -48,6 +51,52 @@ def gold_of(problem: Problem) -> str | Mapping[str, Any]:
     if "entry" not in problem.meta:
         raise GoldError(f"problem {problem.id}: kind is reasoning_gym; expected meta.entry")
     return problem.meta["entry"]
+
+
+def load_gradable(path: str | Path) -> list[Problem]:
+    """Read a file of problems, each with a gold that can be graded against.
+
+    A gold that cannot be read never pays, whatever is answered, and one of the wrong shape ends the
+    run at the first answer to it: both have to show before anything is sampled.
+
+    Raises:
+        ProblemFileError: The file is broken.
+        GoldError: Golds are unusable; the first few are named.
+    """
+    problems = load_problems(path)
+    faults = _gold_faults(problems)
+    if faults:
+        shown = [f"{path}: problem {i!r}: {what}" for i, what in list(faults.items())[:5]]
+        raise GoldError(
+            "\n  ".join(shown)
+            + f"\n{len(faults)} of {len(problems)} problems cannot be graded; expected golds that "
+            "suit their kind: repair or remove these"
+        )
+    return problems
+
+
+def _gold_faults(problems: Sequence[Problem]) -> dict[str, str]:
+    """Problem id -> what makes its gold unusable; those that can be graded are left out."""
+    faults: dict[str, str] = {}
+    to_parse: list[Problem] = []
+    for problem in problems:
+        choices = problem.meta.get("choices") if problem.kind == "choice" else None
+        try:
+            Request("", gold_of(problem), problem.kind, choices).check()
+        except GoldError:
+            faults[problem.id] = "kind is reasoning_gym, but there is no meta.entry"
+        except BadRequest as error:
+            faults[problem.id] = str(error)
+        else:
+            if problem.kind == "math" and not re.fullmatch(r"-?[0-9]{1,100}", problem.answer):
+                to_parse.append(problem)
+    if to_parse:
+        with Grader() as grader:
+            found = grader.check_golds([problem.answer for problem in to_parse])
+        for problem, what in zip(to_parse, found, strict=True):
+            if what:
+                faults[problem.id] = f"answer {problem.answer[:60]!r}: {what}"
+    return faults
 
 
 def answer_text(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> str | None:

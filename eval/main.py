@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from data.problems import Problem, load_problems
+from data.problems import Problem
 from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
 from eval.generate import sample
+from eval.grade import load_gradable
 from eval.runtime import Runtime, check_checkpoint, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
@@ -198,7 +199,7 @@ def load_test_set(config: EvalConfig) -> tuple[list[Problem], Mapping[str, str]]
         problems = build_split(config.split, config.problems_per_family, config.problems_seed)
         competent = {family: route(family) for family in FAMILIES}
     else:
-        problems = load_problems(config.problems)
+        problems = load_gradable(config.problems)
     return problems[: config.limit], competent
 
 

@@ -16,7 +16,8 @@ Rules that callers rely on:
 - A token that overlaps a tag is a `format` token (a `route` token where it overlaps the expert's
   name), whatever else it holds; the others have the kind of the span that they begin in.
 - Inside think, request, code, output and answer spans only the span's own closing tag is a tag.
-- An answer counts only in an answer span that the controller opens outside every other span.
+- An answer counts only in an answer span that the controller opens outside every other span,
+  after the last of them was closed.
 """
 
 from __future__ import annotations
@@ -152,11 +153,15 @@ class Scanner:
         return bytes(self._text[span.start : span.end]).decode("utf-8", "replace")
 
     def answer(self) -> str | None:
-        """Content of the last closed answer span that the controller opened at the top level."""
-        for span in reversed(self.spans):
-            if span.name == "answer" and span.is_closed and span.author == "controller":
-                return self.text(span)
-        return None
+        """Content of the controller's closed answer span, if no span follows it; else None.
+
+        What was said before going on (consulting again, fabricating an output, opening another
+        answer) is no answer: it must not be graded as one.
+        """
+        last = next((s for s in reversed(self.spans) if s.parent is None), None)
+        if last is None or last.name != "answer":
+            return None
+        return self.text(last) if last.is_closed and last.author == "controller" else None
 
     def problem(self) -> str:
         """First grammar violation of the text as a whole, empty if it is well formed."""

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from data.miniworld.tasks import build_split
-from data.problems import Problem, load_problems
+from data.problems import Problem
 from eval.generate import sample
+from eval.grade import load_gradable
 from eval.runtime import open_runtime
 from rivet.config import parse_config
 from rivet.experts.pool import ExpertPool
@@ -134,7 +135,7 @@ def read_problems(config: CollectConfig) -> list[Problem]:
     if config.problems == "miniworld":
         problems = build_split("train", config.problems_per_family, config.problems_seed)
     else:
-        problems = load_problems(config.problems)
+        problems = load_gradable(config.problems)
     return problems[: config.limit]
 
 

@@ -25,7 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data.miniworld.tasks import build_split
-from data.problems import Problem, load_problems
+from data.problems import Problem
+from eval.grade import load_gradable
 from rivet.config import parse_config
 from rivet.experts.config import ExpertConfig, load_experts
 from rivet.runs import RunDir
@@ -105,7 +106,7 @@ def read_problems(config: Stage1Config) -> list[Problem]:
     if config.problems == "miniworld":
         problems = build_split("train", config.problems_per_family, config.seed)
     else:
-        problems = load_problems(config.problems)
+        problems = load_gradable(config.problems)
     if len(problems) < config.prompts_per_step:
         raise ValueError(
             f"{config.problems}: {len(problems)} problems; expected at least "

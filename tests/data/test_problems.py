@@ -63,3 +63,11 @@ def test_a_missing_or_empty_or_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProblemFileError, match="binary.jsonl:1: cannot be read"):
         load_problems(tmp_path / "binary.jsonl")
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, '{"n": ' + "9" * 5000 + "}"])
+def test_json_that_the_parser_gives_up_on_names_its_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"id": "a", "problem": "p", "answer": "1"}\n' + value + "\n")
+    with pytest.raises(ProblemFileError, match=r"deep\.jsonl:2: cannot be read"):
+        load_problems(path)

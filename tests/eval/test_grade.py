@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from scripted import completion, trajectory_of
 
 from data.miniworld.tasks import build_split
 from data.problems import Problem
-from eval.grade import GoldError, answer_text, grade_answer, grade_trajectory
+from eval.grade import GoldError, answer_text, grade_answer, grade_trajectory, load_gradable
 from rivet.grading import Grader
 from rivet.rollout.types import RolloutRequest
 
@@ -59,3 +61,27 @@ async def test_what_cannot_be_graded_against_names_the_problem(grader) -> None:
         await grade_answer(grader, Problem("q", "?", "6", "", "reasoning_gym"), "\\boxed{6}")
     with pytest.raises(GoldError, match="problem q: cannot be graded"):
         await grade_answer(grader, Problem("q", "?", "Paris", "", "choice"), "\\boxed{B}")
+
+
+def test_golds_that_cannot_be_graded_against_are_found_before_a_run(tmp_path: Path) -> None:
+    rows = [
+        {"id": "good", "problem": "p", "answer": "7"},
+        {"id": "cut", "problem": "p", "answer": "\\frac{"},
+        {
+            "id": "letters",
+            "problem": "p",
+            "answer": "E",
+            "kind": "choice",
+            "meta": {"choices": "x"},
+        },
+        {"id": "entry", "problem": "p", "answer": "1", "kind": "reasoning_gym"},
+        {"id": "shape", "problem": "p", "answer": "1", "kind": "reasoning_gym"}
+        | {"meta": {"entry": {"answer": "1"}}},
+    ]
+    path = tmp_path / "golds.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(GoldError, match="4 of 5 problems cannot be graded") as error:
+        load_gradable(path)
+    assert all(f"golds.jsonl: problem {row['id']!r}: " in str(error.value) for row in rows[1:])
+    path.write_text(json.dumps(rows[0]) + "\n")
+    assert [p.id for p in load_gradable(path)] == ["good"]

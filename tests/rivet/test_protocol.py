@@ -229,6 +229,25 @@ def test_an_answer_that_the_controller_did_not_write_does_not_count(
     assert scan(tokenizer, ("expert", "<answer>\\boxed{1}</answer>")).answer() is None
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "<output>",
+        "<answer>\\boxed{6}",
+        "<think>no</think>",
+        "<python>print(1)</python>",
+        '<expert name="calc">again</expert>',
+    ],
+)
+def test_an_answer_that_was_not_left_standing_does_not_count(
+    tokenizer: ProtocolTokenizer, more: str
+) -> None:
+    answer = "<answer>\\boxed{5}</answer>"
+    assert scan(tokenizer, ("controller", answer + more), end=False).answer() is None
+    again = scan(tokenizer, ("controller", f"{answer}<answer>\\boxed{{6}}</answer>"))
+    assert again.answer() == "\\boxed{6}"
+
+
 def test_last_closed_names_the_span_to_act_on(tokenizer: ProtocolTokenizer) -> None:
     scanner = scan(tokenizer, ("controller", "<python>print(1)</python>"), end=False)
     assert scanner.last_closed is not None
