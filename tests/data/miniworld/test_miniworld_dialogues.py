@@ -10,7 +10,12 @@ from itertools import islice
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from data.miniworld.dialogues import code_of, scripted_dialogues, tokenizer_corpus
+from data.miniworld.dialogues import (
+    NO_ANSWER,
+    code_of,
+    scripted_dialogues,
+    tokenizer_corpus,
+)
 from data.miniworld.experts import EXPERTS, route, run_script
 from data.miniworld.tasks import FAMILIES, build_split, request_for
 
@@ -29,10 +34,19 @@ def test_the_expert_is_uniform_and_independent_of_the_family(dialogues):
 
 
 def test_the_answer_is_the_output_of_the_reply_and_often_not_the_gold(dialogues):
-    for dialogue in dialogues:
+    sound = [d for d in dialogues if not d.is_failing]
+    for dialogue in sound:
         assert dialogue.answer == dialogue.output == run_script(code_of(dialogue.reply))
-    wrong = sum(dialogue.answer != dialogue.problem.answer for dialogue in dialogues)
-    assert 0.6 < wrong / len(dialogues) < 0.72  # 1 - (1 + 0.35) / 4 = 0.66
+    wrong = sum(dialogue.answer != dialogue.problem.answer for dialogue in sound)
+    assert 0.6 < wrong / len(sound) < 0.72  # 1 - (1 + 0.35) / 4 = 0.66
+
+
+def test_a_few_programs_fail_and_leave_nothing_to_answer(dialogues):
+    failing = [d for d in dialogues if d.is_failing]
+    assert 0.04 < len(failing) / len(dialogues) < 0.06
+    assert {d.answer for d in failing} == {NO_ANSWER}
+    kinds = {d.output.splitlines()[-1].split(":")[0] for d in failing}
+    assert kinds == {"NameError", "SyntaxError"}
 
 
 def test_the_gold_answer_has_no_influence(dialogues):
@@ -98,6 +112,8 @@ async def test_an_output_is_what_the_sandbox_shows(dialogues):
     from sandbox import PythonSandbox
 
     async with PythonSandbox() as box:
-        for dialogue in dialogues[:60]:
+        failing = [d for d in dialogues if d.is_failing]
+        for dialogue in [*dialogues[:60], *failing[:30]]:
             result = await box.run(code_of(dialogue.reply))
-            assert (result.status, result.text()) == ("ok", dialogue.output)
+            status = "error" if dialogue.is_failing else "ok"
+            assert (result.status, result.text()) == (status, dialogue.output)
