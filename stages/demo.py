@@ -30,7 +30,13 @@ from rich.table import Table
 from rivet.config import parse_config, to_plain
 from rivet.files import atomic_write_json
 from rivet.runs import RunDir, RunFinishedError
-from stages.pipeline import CONDITIONS, Pipeline, PipelineConfig, write_experts_file
+from stages.pipeline import (
+    CONDITIONS,
+    Pipeline,
+    PipelineConfig,
+    check_overrides,
+    write_experts_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +65,7 @@ def run(config: DemoConfig) -> dict[str, Any]:
     Raises:
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
+    check_overrides(config)
     folder = Path(config.output_dir)
     with RunDir.open(folder, config, stage="demo", overwrite=config.overwrite) as run_dir:
         pipeline, rows = _train_and_evaluate(folder, config)

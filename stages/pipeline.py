@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from rivet.config import load_config
+from rivet.config import ConfigError, load_config
 from rivet.experts.config import ExpertConfig
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir, RunFinishedError
@@ -34,7 +34,9 @@ CONDITIONS = ("experts", "local")
 def _overrides(phase: str) -> Any:
     return field(
         default_factory=dict,
-        metadata={"help": f"Settings of {phase} on top of its recipe, as JSON."},
+        metadata={
+            "help": f"Settings of {phase} on top of its recipe, as quoted JSON: '{{\"seed\": 2}}'."
+        },
     )
 
 
@@ -68,6 +70,29 @@ class PipelineConfig:
 
 
 PHASES = ("warmstart", "stage1", "collect", "stage2", "eval")
+
+
+def check_overrides(config: PipelineConfig) -> None:
+    """Check the settings of every phase: a typing error in a late one must not cost the early ones.
+
+    Raises:
+        rivet.config.ConfigError: Any setting of any phase is wrong; all faults at once.
+    """
+    from eval.main import EvalConfig
+    from stages.collect import CollectConfig
+    from stages.stage1.config import Stage1Config
+    from stages.stage2.config import Stage2Config
+    from stages.warmstart import WarmstartConfig
+
+    classes = (WarmstartConfig, Stage1Config, CollectConfig, Stage2Config, EvalConfig)
+    faults: list[str] = []
+    for phase, config_class in zip(PHASES, classes, strict=True):
+        try:
+            load_config(config_class, config.recipe(phase), **getattr(config, phase))
+        except ConfigError as error:
+            faults += [f"{phase}: {fault}" for fault in error.faults]
+    if faults:
+        raise ConfigError(faults)
 
 
 class Pipeline:

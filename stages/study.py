@@ -28,7 +28,7 @@ from typing import Any
 from rivet.config import parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
-from stages.pipeline import Pipeline, PipelineConfig, write_experts_file
+from stages.pipeline import Pipeline, PipelineConfig, check_overrides, write_experts_file
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def run(config: StudyConfig) -> dict[str, Any]:
     """
     from stages.experts import start_miniworld_experts
 
+    check_overrides(config)
     folder = Path(config.output_dir)
     with RunDir.open(
         folder, config, stage="study", overwrite=config.overwrite, may_change=("jobs",)

@@ -15,7 +15,7 @@ import pytest
 from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, results_table
-from stages.pipeline import Phases
+from stages.pipeline import Phases, check_overrides
 from stages.study import StudyConfig, table
 
 REPO = Path(__file__).parents[2]
@@ -48,6 +48,17 @@ def row(checkpoint: str, condition: str, **values: object) -> dict[str, object]:
     share |= {"well_formed_ci": [0.8, 0.95], "route_accuracy": 0.25}  # type: ignore[dict-item]
     share |= {"route_accuracy_ci": [0.2, 0.3]}  # type: ignore[dict-item]
     return {"checkpoint": checkpoint, "condition": condition, "n": 600, **share, **values}
+
+
+def test_a_misspelt_setting_of_a_late_phase_fails_before_the_first_one() -> None:
+    config = load_config(DemoConfig, RECIPE, stage2={"max_step": 3}, eval={"limit": "few"})
+    with pytest.raises(ConfigError, match="stage2: .*did you mean max_steps") as caught:
+        check_overrides(config)
+    assert [fault.split(":")[0] for fault in caught.value.faults] == ["stage2", "eval"]
+
+
+def test_the_settings_of_the_tiny_demo_fit_every_phase() -> None:
+    check_overrides(load_config(DemoConfig, RECIPE.with_name("demo_tiny.yaml")))
 
 
 def test_the_table_shows_every_stage_with_intervals() -> None:
