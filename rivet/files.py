@@ -74,6 +74,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our id
             temporary.mkdir()
             yield temporary
+            _open_to_readers(temporary)
             _sync_tree(temporary)
             # A folder cannot replace a filled one in a single step: between these two renames
             # a kill leaves the old one under its hidden name, which `recover_folder` puts back.
@@ -84,6 +85,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Give files the mode that the umask allows: safetensors leaves 0600, which no server reads."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode | (path.stat().st_mode & 0o111))
 
 
 def recover_folder(path: str | Path) -> None:

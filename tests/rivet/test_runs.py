@@ -314,3 +314,11 @@ def test_the_first_interrupt_lets_the_step_finish_and_the_second_stops_at_once()
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second signal must stop at once")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_files_of_a_finished_folder_can_be_read_by_others(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "checkpoint") as folder:
+        (folder / "weights").write_text("w")
+        (folder / "weights").chmod(0o600)
+    mode = (tmp_path / "checkpoint").stat().st_mode
+    assert (tmp_path / "checkpoint" / "weights").stat().st_mode & 0o777 == mode & 0o666
