@@ -267,8 +267,9 @@ def _read_recipe(path: Path) -> list[_Setting]:
         raise ConfigError([f"{path}: no such file; expected a YAML recipe{near}"]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); expected YAML text"]) from error
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)  # refuses control characters at once
         root = loader.get_single_node()
         if root is None:
             return []
@@ -294,7 +295,8 @@ def _read_recipe(path: Path) -> list[_Setting]:
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}: broken YAML: {error}"]) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _resolve(

@@ -27,6 +27,7 @@ from eval.generate import sample
 from eval.grade import load_gradable
 from eval.runtime import open_runtime
 from rivet.config import parse_config
+from rivet.experts.config import load_experts
 from rivet.experts.pool import ExpertPool
 from rivet.experts.types import Experts
 from rivet.rollout.backend import SamplingParams
@@ -115,6 +116,8 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     problems = read_problems(config)
+    if config.mode == "experts" and experts is None and config.experts != "embedded":
+        load_experts(config.experts)  # before the run folder: its faults are the command's
     with RunDir.open(
         config.output_dir,
         config,

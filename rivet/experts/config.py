@@ -125,8 +125,10 @@ def load_experts(
 
 def _entries(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """The experts of a file as plain mappings, each with its first line."""
-    loader = yaml.SafeLoader(_read(path))
+    text = _read(path)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)  # refuses control characters at once
         root = loader.get_single_node()
         top = _mapping_of(loader, root)
         if not isinstance(root, yaml.MappingNode) or set(top) != {"experts"}:
@@ -148,7 +150,8 @@ def _entries(path: Path) -> list[tuple[int, dict[str, Any]]]:
         reason = getattr(error, "problem", None) or type(error).__name__
         raise ExpertsFileError([f"{path}:{line}: broken YAML: {reason}"]) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _read(path: Path) -> str:

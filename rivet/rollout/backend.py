@@ -30,8 +30,11 @@ class SamplingParams:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"expected temperature >= 0, top_p in (0, 1], top_k >= 0, got {self}")
+        is_finite = 0 <= self.temperature < float("inf")  # False for NaN
+        if not is_finite or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                f"expected finite temperature >= 0, top_p in (0, 1], top_k >= 0, got {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

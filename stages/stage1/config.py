@@ -190,6 +190,8 @@ class Stage1Config(GRPOConfig):
         for name in ("collapse_patience", "fault_window", "problems_per_family"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; expected 0 to {2**32 - 1}")
         for name in ("min_well_formed", "max_fault_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
@@ -229,6 +231,16 @@ class Stage1Config(GRPOConfig):
             raise ValueError(f"save_strategy is {self.save_strategy!r}; expected steps or no")
 
     def _check_sampling(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature is {self.temperature}; expected above 0: greedy samples of one "
+                "problem are all the same, and nothing is learnt from them"
+            )
+        if self.max_completion_length is not None and self.max_completion_length < 1:
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length}; expected at least 1, or "
+                "null"
+            )
         if self.top_p != 1.0 or self.top_k != 0 or self.min_p is not None:
             raise ValueError(
                 f"top_p is {self.top_p}, top_k {self.top_k}, min_p {self.min_p}; expected 1, 0 and "

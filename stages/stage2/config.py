@@ -71,6 +71,8 @@ class WeightedSFTConfig(SFTConfig):
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # there is nothing to pin for; torch warns
         super().__post_init__()
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; expected 0 to {2**32 - 1}")
         self.objective()
         self._check_resume()
 

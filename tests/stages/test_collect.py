@@ -18,6 +18,7 @@ from data.miniworld.dialogues import tokenizer_corpus
 from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split
 from rivet.config import load_config
+from rivet.experts.config import ExpertsFileError
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunFinishedError
 from rivet.settings import ExpertCard, ProtocolSettings
@@ -122,6 +123,17 @@ def test_bad_settings_fail_before_anything_starts(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(CollectConfig, None, **{**settings_of(model, tmp_path / "run"), **overrides})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_experts_file_is_refused_before_the_run_folder(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "experts.yaml"
+    file.write_text("experts:\n- {name: a, skill: s, base_url: 'http://127.0.0.1:9/v1'}\n")
+    settings = settings_of(model, tmp_path / "run", experts=str(file))
+    with pytest.raises(ExpertsFileError, match=r"experts\.yaml:2: .*model: missing"):
+        run(CollectConfig(**settings))
     assert not (tmp_path / "run").exists()
 
 

@@ -225,6 +225,7 @@ def test_folder_without_rivet_json_is_no_checkpoint(inputs: Path, tmp_path: Path
         ({"near_duplicate": 0.0}, "near_duplicate is 0.0; expected above 0 and at most 1"),
         ({"max_per_problem": 0}, "max_per_problem is 0; expected at least 1"),
         ({"format_alpha": -1.0}, "format_alpha is -1.0; expected a finite weight"),
+        ({"seed": -1}, "seed is -1; expected 0 to"),
         ({"save_total_limit": 1}, "save_total_limit is 1; expected at least 2"),
         ({"save_only_model": True}, "save_only_model is true; expected false"),
         ({"format_wieght": "focal"}, "format_weight"),

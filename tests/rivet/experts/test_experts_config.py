@@ -134,6 +134,7 @@ def test_the_value_of_a_key_variable_is_never_shown(tmp_path):
         ("experts: {name: calc}", "experts.yaml:1: experts: expected a non-empty list"),
         ("experts:\n  - calc", "experts.yaml:2: expected `name: value` lines"),
         ("experts:\n  - name: [", "experts.yaml:2: broken YAML"),
+        ("experts:\n  - name: \0", "experts.yaml:1: broken YAML"),
         ("experts:\n - name: a\n   name: b", "experts.yaml:3: broken YAML: name is set twice"),
         ("experts: !!python/object:os.system {}", "experts.yaml:1: "),
     ],

@@ -104,3 +104,9 @@ def test_a_large_vocabulary_never_yields_a_token_without_mass() -> None:
     ids, logprobs = sampler(logits, np.arange(512))
     assert int(ids.min()) >= 100 and int(ids.max()) < 200
     assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="expected finite temperature >= 0"):
+        SamplingParams(temperature=temperature)
