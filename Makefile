@@ -65,7 +65,7 @@ report: setup ## write the HTML report of a run folder: ARGS="runs/demo"
 export: setup ## write a checked Hugging Face folder
 	$(BIN)/rivet export --config $(or $(RECIPE),stages/recipes/export_mini.yaml) $(ARGS)
 
-solve: setup ## answer one problem: ARGS='runs/demo/export "Find the GCD of 84, 36."'
+solve: setup ## answer one problem: ARGS='runs/demo/export "Find the GCD of 252, 198."'
 	$(BIN)/rivet solve $(ARGS)
 
 study: setup ## the demo's arms over seeds (hours): runs/study/results.json

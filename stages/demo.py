@@ -51,7 +51,7 @@ class DemoConfig(PipelineConfig):
     output_dir: str = field(default="runs/demo", metadata={"help": "The run folder."})
     overwrite: bool = field(default=False, metadata={"help": "Start again from nothing."})
     question: str = field(
-        default="Find the GCD of 84, 36.",
+        default="Find the GCD of 252, 198.",
         metadata={"help": "What the exported checkpoint is asked at the end."},
     )
 

@@ -155,14 +155,14 @@ def _how_to_run(settings: ProtocolSettings) -> str:
     return f"""## Run it
 
 ```bash
-rivet solve PATH_TO_THIS_FOLDER "Find the GCD of 84, 36."
+rivet solve PATH_TO_THIS_FOLDER "Find the GCD of 252, 198."
 ```
 
 ```python
 from rivet.solver import Solver
 
 with Solver("PATH_TO_THIS_FOLDER") as solver:
-    print(solver.solve("Find the GCD of 84, 36.").answer)
+    print(solver.solve("Find the GCD of 252, 198.").answer)
 ```
 
 It loads with plain transformers too. {prompt} The completion is made of `<think>`, `<expert>`,
