@@ -267,14 +267,15 @@ def _read_recipe(path: Path) -> list[_Setting]:
         raise ConfigError([f"{path}: no such file; expected a YAML recipe{near}"]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); expected YAML text"]) from error
-    loader = None
+    loader: yaml.SafeLoader | None = None
     try:
         loader = yaml.SafeLoader(text)  # refuses control characters at once
         root = loader.get_single_node()
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError([f"{path}:1: expected `name: value` lines, got a {root.id}"])
+            kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
+            raise ConfigError([f"{path}:1: expected `name: value` lines, got a {kind}"])
         seen: dict[str, int] = {}
         settings = []
         for key_node, value_node in root.value:
