@@ -27,9 +27,10 @@ from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
 from eval.generate import sample
 from eval.grade import load_gradable
-from eval.runtime import Runtime, check_checkpoint, open_runtime
+from eval.runtime import Runtime, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
+from rivet.checkpoints import check_checkpoint
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
 from rivet.experts.types import Experts
@@ -135,7 +136,7 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
 
     Raises:
         EvalError: No checkpoint, or no experts for the condition that needs them.
-        eval.runtime.CheckpointError, rivet.settings.SettingsError: It is no checkpoint.
+        rivet.checkpoints.CheckpointError, rivet.settings.SettingsError: It is no checkpoint.
         rivet.experts.config.ExpertsFileError: The experts file is broken.
         data.problems.ProblemFileError: The problems file is broken.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.generate import Rollouts
+from rivet.checkpoints import check_checkpoint, check_weights, load_model, load_tokenizer
 from rivet.experts.types import Experts
 from rivet.grading import Grader
 from rivet.prompts import PromptBuilder
@@ -22,10 +23,6 @@ from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Mode
 
 _BLOCK = 1 << 20
-
-
-class CheckpointError(ValueError):
-    """A folder is no checkpoint that can be sampled from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,10 @@ async def open_runtime(
         device: Where the model goes; None takes a GPU if there is one.
 
     Raises:
-        CheckpointError: The folder has no weights.
+        rivet.checkpoints.CheckpointError: Something is missing, broken, or does not fit.
         rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from rivet.experts.config import load_experts
     from rivet.experts.pool import ExpertPool
@@ -100,8 +96,8 @@ async def open_runtime(
         limits = replace(settings.limits, max_completion_length=max_completion_length)
         settings = replace(settings, limits=limits)
     fingerprint = weights_fingerprint(checkpoint)
-    tokenizer = ProtocolTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    tokenizer = load_tokenizer(Path(checkpoint))
+    model = load_model(Path(checkpoint))
     async with AsyncExitStack() as stack:
         if isinstance(experts, (str, Path)):
             experts = await stack.enter_async_context(ExpertPool(load_experts(experts)))
@@ -129,40 +125,19 @@ async def open_runtime(
         )
 
 
-def check_checkpoint(checkpoint: str | Path) -> ProtocolSettings:
-    """Settings of a checkpoint folder, once it is seen to hold one.
-
-    Raises:
-        CheckpointError: The folder has no weights.
-        rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
-    """
-    settings = ProtocolSettings.load(checkpoint)
-    _weight_files(checkpoint)
-    return settings
-
-
 def weights_fingerprint(checkpoint: str | Path) -> str:
     """Digest of a checkpoint's weights: equal for equal weights, wherever they lie.
 
     Raises:
-        CheckpointError: There are none.
+        rivet.checkpoints.CheckpointError: There are none, or broken ones.
     """
     state = hashlib.blake2b(digest_size=16)
-    for path in _weight_files(checkpoint):
+    check_weights(Path(checkpoint))
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
         with open(path, "rb") as file:
             while block := file.read(_BLOCK):
                 state.update(block)
     return state.hexdigest()
-
-
-def _weight_files(checkpoint: str | Path) -> list[Path]:
-    folder = Path(checkpoint)
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise CheckpointError(
-            f"{folder}: no weights here; expected a checkpoint folder with *.safetensors"
-        )
-    return files
 
 
 def _describe_experts(experts: Experts | None) -> list[Any]:

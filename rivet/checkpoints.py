@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rivet.settings import FILE_NAME
+from rivet.settings import FILE_NAME, ProtocolSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,11 +79,45 @@ def load_tokenizer(folder: Path) -> ProtocolTokenizer:
     from rivet.tokenization import ProtocolTokenizer, TokenizerError
 
     try:
-        return ProtocolTokenizer.from_pretrained(folder)
+        tokenizer = ProtocolTokenizer.from_pretrained(folder)
     except TokenizerError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises bare exceptions
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+    if len(tokenizer.token_bytes) < 2:
+        # Without any file transformers builds an empty tokenizer and says nothing.
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: it has no vocabulary")
+    return tokenizer
+
+
+def check_checkpoint(folder: str | Path) -> ProtocolSettings:
+    """Open everything that a checkpoint folder holds, short of loading its weights.
+
+    Returns:
+        Its protocol settings.
+
+    Raises:
+        CheckpointError: Something is missing, broken, or does not fit the rest.
+        rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(folder)
+    settings = ProtocolSettings.load(folder)
+    check_weights(folder)
+    tokenizer = load_tokenizer(folder)
+    if (folder / "adapter_config.json").is_file():
+        return settings  # the model's own configuration is with its base
+    try:
+        size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder}/config.json: cannot be read: {error}") from error
+    if len(tokenizer.token_bytes) > size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {len(tokenizer.token_bytes)} tokens, the model {size}; "
+            "expected the tokenizer that the model was trained with"
+        )
+    return settings
 
 
 def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> PreTrainedModel:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from scripted import ScriptedEngine, ScriptedGrader
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -16,7 +18,8 @@ import eval.main
 from data.problems import ProblemFileError
 from eval.conditions import read_condition
 from eval.main import EvalConfig, EvalError, main, run
-from eval.runtime import CheckpointError, Runtime, open_runtime, weights_fingerprint
+from eval.runtime import Runtime, open_runtime, weights_fingerprint
+from rivet.checkpoints import CheckpointError
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
 from rivet.experts.types import ExpertReply
@@ -260,9 +263,41 @@ async def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, tmp_path) -
         async with open_runtime(tmp_path):
             pass
     ProtocolSettings().save(tmp_path)
-    with pytest.raises(CheckpointError, match="no weights here"):
+    with pytest.raises(CheckpointError, match="no weights"):
         async with open_runtime(tmp_path):
             pass
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"{cut", "model.safetensors: broken weights"),
+        ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
+        ("tokenizer.json", None, "its tokenizer cannot be loaded"),
+        ("config.json", b"{", "cannot be"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_before_anything_is_written(
+    checkpoint, problems_file, tmp_path, file: str, content: bytes | None, message: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    if content is None:
+        (model / file).unlink()
+    else:
+        (model / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        run(config_of(tmp_path, problems_file, model=str(model), conditions=["local"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(checkpoint, problems_file, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
+    with pytest.raises(CheckpointError, match="the model 10; expected the tokenizer"):
+        run(config_of(tmp_path, problems_file, model=str(model), conditions=["local"]))
 
 
 async def test_rows_depend_on_weights_limits_and_experts(checkpoint, tmp_path) -> None:
@@ -272,7 +307,7 @@ async def test_rows_depend_on_weights_limits_and_experts(checkpoint, tmp_path) -
         assert described["experts"] == ["calc", "numth"]
         assert runtime.describe("local")["experts"] == []
         assert described["weights"] == weights_fingerprint(checkpoint)
-    (tmp_path / "model.safetensors").write_bytes(b"other")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert weights_fingerprint(tmp_path) != described["weights"]
 
 
