@@ -142,6 +142,15 @@ def test_it_opens_beside_torch_and_busy_threads():
         thread.join()
 
 
+@pytest.fixture
+def interruptible_process():
+    """A background job of a shell starts with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible_process")
 def test_interrupt_in_a_waiting_call_leaves_the_sandbox_usable():
     with PythonSandbox(slots=1) as box:
 
