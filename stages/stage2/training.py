@@ -19,25 +19,21 @@ from typing import Any
 
 from datasets import Dataset
 from peft import PeftConfig
-from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
 from rivet.files import atomic_folder, remove
-from rivet.interrupt import Stop, interruptible
+from rivet.interrupt import interruptible
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
+from stages.run_callback import RunCallback
 from stages.stage2.objective import Objective
 from stages.stage2.trainer import Stage2Trainer
 
@@ -45,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 # Shown in the line of each step, in this order; metrics.jsonl has them all.
-_SHOWN = ("loss", "loss/format", "mean_token_accuracy", "grad_norm", "learning_rate")
+_SHOWN = tuple(
+    (name, name, "{:.4g}")
+    for name in ("loss", "loss/format", "mean_token_accuracy", "grad_norm", "learning_rate")
+)
 
 
 def train(
@@ -91,7 +90,7 @@ def train(
             objective=objective,
             train_dataset=dataset,
             processing_class=tokenizer.hf,
-            callbacks=[RunCallback(run, stop)],
+            callbacks=[RunCallback(run, stop, _SHOWN)],
             peft_config=peft_config,
         )
         for printing in (ProgressCallback, PrinterCallback):
@@ -173,61 +172,3 @@ def _state_of(checkpoint: Path) -> dict[str, Any]:
         return {}
     is_whole = isinstance(state, dict) and checkpoint.name == f"checkpoint-{state['global_step']}"
     return state if is_whole else {}
-
-
-class RunCallback(TrainerCallback):
-    """Metrics into the run folder, one line and a progress bar for people, an orderly stop.
-
-    Args:
-        run: The run folder.
-        stop: Whether the user asked to stop.
-    """
-
-    def __init__(self, run: RunDir, stop: Stop) -> None:
-        self._run = run
-        self._stop = stop
-        self._bar: tqdm[Any] | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Open the bar."""
-        self._bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            unit="step",
-            mininterval=0.5,
-            dynamic_ncols=True,
-            disable=args.disable_tqdm or not state.is_world_process_zero,
-        )
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Move the bar; save and stop where a signal asked for it."""
-        if self._bar is not None:
-            self._bar.update()
-        if self._stop.requested:
-            control.should_save = control.should_training_stop = True
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Write the metrics of a step, not the summary at the end."""
-        if not logs or "train_runtime" in logs or not self._run.is_writer:
-            return
-        self._run.append_metrics({"step": state.global_step, **logs})
-        shown = " ".join(f"{name} {logs[name]:.4g}" for name in _SHOWN if name in logs)
-        logger.info("step %d/%d %s", state.global_step, state.max_steps, shown)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
