@@ -52,6 +52,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join(faults))
         self.faults = tuple(faults)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        # A worker process hands it over; the default would rebuild it from its message.
+        return type(self), (self.faults,)
+
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[C]):

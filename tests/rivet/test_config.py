@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -324,3 +325,8 @@ def test_the_resolved_configuration_is_plain_data(stage_config: type) -> None:
     plain = to_plain(config)
     assert yaml.safe_load(yaml.safe_dump(plain)) == plain
     assert plain["save_strategy"] == "steps"
+
+
+def test_an_error_survives_the_way_from_a_worker_process() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError(["a: wrong", "b: wrong"])))
+    assert error.faults == ("a: wrong", "b: wrong") and str(error) == "a: wrong\nb: wrong"
