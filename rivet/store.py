@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rivet.files import explain_full_disk
 from rivet.trajectory import AUTHORS, KINDS, CodeRun, ExpertCall, Segment, Trajectory
 
 SCHEMA_VERSION = 1
@@ -73,18 +74,22 @@ class TrajectoryStore:
         Args:
             shard: Name without ending, such as `step-00012`. Shards are read in order of name.
             trajectories: In order.
+
+        Raises:
+            rivet.files.DiskFullError: No space is left; an existing shard is untouched.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{shard}.parquet"
         temporary = self.folder / f".{shard}.parquet.tmp-{os.getpid()}"
         table = pa.Table.from_pylist([_to_row(t) for t in trajectories], schema=SCHEMA)
-        try:
-            pq.write_table(table, temporary, compression="zstd")
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with explain_full_disk(path):
+            try:
+                pq.write_table(table, temporary, compression="zstd")
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
         return path
 
     def shards(self) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rivet.files import DiskFullError
 from rivet.store import SCHEMA, StoreError, TrajectoryStore
 from rivet.trajectory import (
     AUTHORS,
@@ -106,7 +107,7 @@ def test_a_write_that_fails_leaves_no_shard(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskFullError, match="a.parquet"):
         store.write("a", [make(2)])
     assert [t.problem_id for t in store] == ["p1"]
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
