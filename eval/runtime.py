@@ -82,6 +82,7 @@ async def open_runtime(
     Raises:
         rivet.checkpoints.CheckpointError: Something is missing, broken, or does not fit.
         rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
+        rivet.experts.pool.ExpertsUnavailableError: An endpoint does not answer.
     """
     import torch
 
@@ -101,6 +102,8 @@ async def open_runtime(
     async with AsyncExitStack() as stack:
         if isinstance(experts, (str, Path)):
             experts = await stack.enter_async_context(ExpertPool(load_experts(experts)))
+        if isinstance(experts, ExpertPool):
+            await experts.preflight()
         sandbox = await stack.enter_async_context(PythonSandbox())
         grader = stack.enter_context(Grader(mode=grading))
         backend = await stack.enter_async_context(

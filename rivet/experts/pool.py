@@ -87,6 +87,10 @@ class CheckResult:
     reply: ExpertReply
 
 
+class ExpertsUnavailableError(RuntimeError):
+    """An endpoint does not answer, so a run that needs it does not start."""
+
+
 class ExpertPool:
     """Implements `rivet.experts.types.Experts` over HTTP.
 
@@ -194,6 +198,20 @@ class ExpertPool:
 
         pairs = [(config, url) for config in self.configs for url in config.base_urls]
         return list(await asyncio.gather(*(one(config, url) for config, url in pairs)))
+
+    async def preflight(self) -> None:
+        """Ask every endpoint one question, as a run does before it starts.
+
+        Raises:
+            ExpertsUnavailableError: One does not answer; the message names each and says why.
+        """
+        failed = [result for result in await self.check() if result.reply.status != "ok"]
+        if failed:
+            lines = [f"{r.reply.name} at {r.base_url}: {r.reply.detail}" for r in failed]
+            raise ExpertsUnavailableError(
+                "experts do not answer:\n  " + "\n  ".join(lines) + "\nexpected every endpoint to "
+                "answer before a run starts; see `rivet experts check`"
+            )
 
     # --- one call -------------------------------------------------------------------------------
 

@@ -36,10 +36,6 @@ from stages.stage1.rollouts import Asked
 _MAX_IN_FLIGHT = 1024
 
 
-class ExpertsUnavailableError(RuntimeError):
-    """An expert did not answer the question that is asked before a run."""
-
-
 class EngineSource:
     """Samples and grades the rollouts of a step; implements `RolloutSource`.
 
@@ -131,7 +127,7 @@ def engine_source(
         cost: Taken off the reward of right answers.
 
     Raises:
-        ExpertsUnavailableError: An expert does not answer.
+        rivet.experts.pool.ExpertsUnavailableError: An expert does not answer.
     """
 
     @asynccontextmanager
@@ -141,7 +137,7 @@ def engine_source(
             ExpertPool(experts) as pool,
             LocalBackend(model, tokenizer, max_batch=batch_size) as backend,
         ):
-            await _check(pool)
+            await pool.preflight()
             yield RolloutEngine(backend, tokenizer, settings, experts=pool, sandbox=sandbox)
 
     with Grader() as grader, EngineRunner(open_engine) as runner:
@@ -152,17 +148,6 @@ def engine_source(
             temperature=temperature,
             seed=seed,
             cost=cost,
-        )
-
-
-async def _check(pool: ExpertPool) -> None:
-    """Ask every endpoint one question."""
-    failed = [result for result in await pool.check() if result.reply.status != "ok"]
-    if failed:
-        lines = [f"{r.reply.name} at {r.base_url}: {r.reply.detail}" for r in failed]
-        raise ExpertsUnavailableError(
-            "experts do not answer:\n  " + "\n  ".join(lines) + "\nexpected every endpoint to "
-            "answer before a run starts; see `rivet experts check`"
         )
 
 

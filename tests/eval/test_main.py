@@ -22,6 +22,7 @@ from eval.runtime import Runtime, open_runtime, weights_fingerprint
 from rivet.checkpoints import CheckpointError
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
+from rivet.experts.pool import ExpertsUnavailableError
 from rivet.experts.types import ExpertReply
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDirError, RunFinishedError
@@ -317,3 +318,15 @@ def test_every_eval_recipe_loads() -> None:
     for recipe in recipes:
         config = load_config(EvalConfig, recipe)
         assert config.conditions
+
+
+async def test_an_endpoint_that_does_not_answer_stops_a_run_before_it_samples(
+    checkpoint, tmp_path
+) -> None:
+    file = tmp_path / "experts.yaml"
+    file.write_text(
+        "experts:\n- {name: calc, model: m, base_urls: ['http://127.0.0.1:9/v1'], max_retries: 0}\n"
+    )
+    with pytest.raises(ExpertsUnavailableError, match=r"calc at http://127.0.0.1:9/v1"):
+        async with open_runtime(checkpoint, experts=file):
+            pass

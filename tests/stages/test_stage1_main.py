@@ -15,6 +15,7 @@ from data.miniworld.tasks import build_split
 from data.problems import ProblemFileError
 from rivet.config import ConfigError, load_config
 from rivet.experts.config import ExpertsFileError
+from rivet.experts.pool import ExpertsUnavailableError
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDir
 from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
@@ -23,7 +24,7 @@ from stages.mini_controller import build_model, build_tokenizer
 from stages.stage1.config import Stage1Config
 from stages.stage1.main import main, run
 from stages.stage1.objective import ObjectiveSettings
-from stages.stage1.sampling import ExpertsUnavailableError, right_experts
+from stages.stage1.sampling import right_experts
 
 RECIPE = Path(__file__).parents[2] / "stages" / "recipes" / "stage1_mini.yaml"
 UNREACHABLE = """
