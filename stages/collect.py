@@ -28,13 +28,12 @@ from eval.grade import load_gradable
 from eval.runtime import open_runtime
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
-from rivet.experts.pool import ExpertPool
 from rivet.experts.types import Experts
 from rivet.rollout.backend import SamplingParams
 from rivet.runs import RunDir
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Mode, Trajectory
-from stages.experts import start_miniworld_experts
+from stages.experts import open_experts
 
 logger = logging.getLogger(__name__)
 
@@ -161,12 +160,10 @@ async def _collect(
     store: TrajectoryStore,
 ) -> list[Trajectory]:
     async with AsyncExitStack() as stack:
-        asked: Experts | str | None = None
-        if config.mode == "experts":
-            asked = experts or config.experts
-            if asked == "embedded":
-                configs = stack.enter_context(start_miniworld_experts())
-                asked = await stack.enter_async_context(ExpertPool(configs))
+        asked = experts if config.mode == "experts" else None
+        if config.mode == "experts" and asked is None:
+            pool = stack.enter_context(open_experts(config.experts))
+            asked = await stack.enter_async_context(pool)
         runtime = await stack.enter_async_context(
             open_runtime(
                 config.model,

@@ -5,25 +5,9 @@ rivet eval [RECIPE.yaml] --model RUN/checkpoint [--conditions experts local]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from rivet.experts.types import Experts
-
-
-@contextmanager
-def open_experts(experts: str) -> Iterator[Experts]:
-    """The experts of a file, or with `embedded` the mini-world's own, served while this is open."""
-    from rivet.experts.config import load_experts
-    from rivet.experts.pool import ExpertPool
-
-    if experts == "embedded":
-        from stages.experts import start_miniworld_experts
-
-        with start_miniworld_experts() as configs:
-            yield ExpertPool(configs)
-    else:
-        yield ExpertPool(load_experts(experts))
+from stages.experts import open_experts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

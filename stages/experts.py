@@ -21,7 +21,7 @@ from rivet.experts.server import ServerError, run_server
 from rivet.experts.server_process import start_server
 
 if TYPE_CHECKING:
-    from rivet.experts.pool import CheckResult
+    from rivet.experts.pool import CheckResult, ExpertPool
 
 
 def miniworld_configs(base_url: str) -> list[ExpertConfig]:
@@ -51,6 +51,18 @@ def start_miniworld_experts(*, timeout_s: float = 60.0) -> Iterator[list[ExpertC
     command = [sys.executable, "-m", "stages.experts", "serve", "--parent", "{parent}"]
     with start_server(command, timeout_s=timeout_s) as server:
         yield miniworld_configs(server.base_url)
+
+
+@contextmanager
+def open_experts(experts: str) -> Iterator[ExpertPool]:
+    """The experts of a file, or with `embedded` the mini-world's own, served while this is open."""
+    from rivet.experts.pool import ExpertPool  # slow to import; serving does without it
+
+    if experts == "embedded":
+        with start_miniworld_experts() as configs:
+            yield ExpertPool(configs)
+    else:
+        yield ExpertPool(load_experts(experts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
