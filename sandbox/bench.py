@@ -2,7 +2,8 @@
 
 Run as `python -m sandbox.bench [--rounds N]`. All contestants take turns in one run, so that a
 busy machine slows them alike; figures are medians over the rounds. It prints a table and, as the
-last line, one JSON object with the figures and the ratios.
+last line, one JSON object with the figures and the ratios. `ratio_*` compare rates on the clock,
+`cpu_ratio_*` CPU seconds, which other load on the machine distorts far less.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,7 +24,9 @@ from sandbox.launch import SOURCE, clean_environment
 
 PRINT = "print(1+1)"
 SYMPY = "from sympy import *\nx = symbols('x')\nprint(solve(x**2-5*x+6))"
-ANSWERS = {PRINT: "2", SYMPY: "[2, 3]"}
+# The zygote has solved the equation above once, so sympy remembers parts of it; not of this one.
+OTHER = "from sympy import *\ny = symbols('y')\nprint(solve(y**2-11*y+28))"
+ANSWERS = {PRINT: "2", SYMPY: "[2, 3]", OTHER: "[4, 7]"}
 WALLS = ("user mount pid net ipc uts cgroup root scratch uid capabilities landlock seccomp").split()
 
 
@@ -42,12 +46,15 @@ class Contest:
 
     def round(self) -> None:
         """Let every contestant have one turn."""
-        self.add("fork_exit_per_s", _ask_forker(self.forker, 150))
+        rate, cpu_s = _ask_forker(self.forker, 150)
+        self.add("fork_exit_per_s", rate)
+        self.add("cpu_ms_fork_exit", 1e3 * cpu_s)
         for name, box in (("full", self.full), ("none", self.bare)):
             self.add(f"print_ms_{name}", 1e3 * _sequential(box, PRINT, 150))
         self.add("sympy_ms_full", 1e3 * _sequential(self.full, SYMPY, 30))
         self.add("cpu_ms_print", 1e3 * _cpu_per_call(self.full, PRINT, 150))
         self.add("cpu_ms_sympy", 1e3 * _cpu_per_call(self.full, SYMPY, 30))
+        self.add("cpu_ms_sympy_other", 1e3 * _cpu_per_call(self.full, OTHER, 30))
         cores = self.full.slots
         self.latencies["cores"] += asyncio.run(_in_flight(self.full, PRINT, cores, 200))[1]
         for code, name, count, few in ((PRINT, "print", 300, 24), (SYMPY, "sympy", 60, 16)):
@@ -55,7 +62,9 @@ class Contest:
             self.add(f"{name}_per_s_16", rate)
             if code == PRINT:
                 self.latencies["sixteen"] += waits
+            before = _cpu_of_children()
             self.add(f"{name}_python_c_per_s_16", asyncio.run(_python_c(code, 16, few)))
+            self.add(f"cpu_ms_{name}_python_c", 1e3 * (_cpu_of_children() - before) / few)
 
     def summary(self) -> dict[str, float]:
         """Return medians and the ratios that the promises are about."""
@@ -67,9 +76,12 @@ class Contest:
         result["max_ms_16"] = 1e3 * sixteen[-1]
         rate = 1e3 / result["print_ms_full"]
         result["ratio_to_fork_exit"] = rate / result["fork_exit_per_s"]
+        result["cpu_ratio_to_fork_exit"] = result["cpu_ms_fork_exit"] / result["cpu_ms_print"]
         for name in ("print", "sympy"):
             rivals = result[f"{name}_python_c_per_s_16"]
             result[f"ratio_{name}_to_python_c"] = result[f"{name}_per_s_16"] / rivals
+            rivals = result[f"cpu_ms_{name}_python_c"]
+            result[f"cpu_ratio_{name}_to_python_c"] = rivals / result[f"cpu_ms_{name}"]
         pairs = zip(self.figures["print_ms_full"], self.figures["print_ms_none"], strict=True)
         result["layers_cost"] = statistics.median(full / none for full, none in pairs) - 1
         result["ratio_p99_to_p50"] = result["p99_ms_cores"] / result["p50_ms_cores"]
@@ -88,7 +100,7 @@ def _sequential(box: PythonSandbox, code: str, count: int) -> float:
 
 
 def _cpu_per_call(box: PythonSandbox, code: str, count: int) -> float:
-    """Return CPU seconds of a call: client, slots, children and zygote together."""
+    """Return CPU seconds of a call: client, zygote, slots, templates and children together."""
     before = time.process_time() + _cpu_of_processes(box)
     children = sum(box.run_sync(code).cpu_s for _ in range(count))
     spent = time.process_time() + _cpu_of_processes(box) - before
@@ -96,10 +108,20 @@ def _cpu_per_call(box: PythonSandbox, code: str, count: int) -> float:
 
 
 def _cpu_of_processes(box: PythonSandbox) -> float:
+    """Return the CPU seconds of all processes of the sandbox that live now."""
     assert box._zygote is not None
-    zygote = box._zygote.pid
-    slots = map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split())
-    return sum(time.clock_gettime((~pid << 3) | 2) for pid in (zygote, *slots))
+    total, todo = 0.0, [box._zygote.pid]
+    while todo:
+        pid = todo.pop()
+        total += time.clock_gettime((~pid << 3) | 2)
+        todo += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return total
+
+
+def _cpu_of_children() -> float:
+    """Return the CPU seconds of this process and of all that it has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + used.ru_utime + used.ru_stime
 
 
 async def _in_flight(
@@ -138,12 +160,18 @@ async def _python_c(code: str, flying: int, count: int) -> float:
 
 
 _FORKER = """
-import os, sys, time
+import os, resource, sys, time
 sys.path.insert(0, sys.argv[1])
-from sandbox import zygote
-zygote.prepare(use_huge_pages=True)
+from sandbox import memory
+with memory.one_heap():
+    from sandbox import zygote
+    zygote.prepare(sys.argv[1])
+zygote.settle(use_huge_pages=True)
+def cpu_s():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 for line in sys.stdin:
-    times = []
+    times, before = [], cpu_s()
     for _ in range(int(line)):
         started = time.perf_counter()
         pid = os.fork()
@@ -151,14 +179,14 @@ for line in sys.stdin:
             os._exit(0)
         os.waitpid(pid, 0)
         times.append(time.perf_counter() - started)
-    print(1 / sorted(times)[len(times) // 2], flush=True)
+    print(1 / sorted(times)[len(times) // 2], (cpu_s() - before) / len(times), flush=True)
 """
 
 
 def _start_forker() -> subprocess.Popen[str]:
     """Start a process with a zygote's memory that only forks and exits."""
     return subprocess.Popen(
-        [sys.executable, "-s", "-P", "-B", "-c", _FORKER, str(SOURCE)],
+        [sys.executable, "-s", "-S", "-P", "-B", "-c", _FORKER, str(SOURCE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -166,11 +194,13 @@ def _start_forker() -> subprocess.Popen[str]:
     )
 
 
-def _ask_forker(forker: subprocess.Popen[str], count: int) -> float:
+def _ask_forker(forker: subprocess.Popen[str], count: int) -> tuple[float, float]:
+    """Return forks per second, by the median time of one, and the CPU seconds of one."""
     assert forker.stdin is not None and forker.stdout is not None
     forker.stdin.write(f"{count}\n")
     forker.stdin.flush()
-    return float(forker.stdout.readline())
+    rate, cpu_s = map(float, forker.stdout.readline().split())
+    return rate, cpu_s
 
 
 def _quantile(ordered: list[float], share: float) -> float:

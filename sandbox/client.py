@@ -8,20 +8,17 @@ start and to kill slots.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import os
-import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from sandbox import fresh, kernel, wire
+from sandbox.exchange import Reply, SlotHandle, SlotLost
 from sandbox.jail import LAYERS
 from sandbox.launch import SOURCE, ZygoteProcess, clean_environment
 from sandbox.replies import to_result
@@ -29,34 +26,8 @@ from sandbox.result import ExecutionResult, SandboxError, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-_START_S = 60.0  # to import the libraries on a loaded machine
 _GRACE_S = 30.0  # past the limits that the slot itself enforces
 _ATTEMPTS = 3
-_CHUNK = 256 * 1024
-
-
-class SlotLost(Exception):
-    """The connection to a slot broke before its reply was complete."""
-
-
-@dataclass(eq=False, slots=True)
-class SlotHandle:
-    """The client's end of one slot."""
-
-    number: int
-    connection: socket.socket | None  # None: each call is a fresh process
-    is_greeted: bool = False
-
-    def close(self) -> None:
-        """Close the connection; the slot ends itself."""
-        if self.connection is not None:
-            self.connection.close()
-
-    def shut(self) -> None:
-        """End the connection for the call that is using it, without taking its descriptor."""
-        if self.connection is not None:
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class PythonSandbox:
@@ -276,68 +247,24 @@ class PythonSandbox:
     # -- one exchange with a slot -----------------------------------------------------------
 
     def _exchange(self, slot: SlotHandle, frame: bytes, patience_s: float) -> ExecutionResult:
-        connection, end = slot.connection, time.monotonic() + self._patience(slot, patience_s)
-        if connection is None:
+        if slot.connection is None:
             return self._finish(slot, *self._run_fresh(frame))
-        rest = memoryview(frame)
-        while rest:
-            try:
-                rest = rest[connection.send(rest) :]
-            except BlockingIOError:
-                _wait(connection, select.POLLOUT, end)
-        buffer = bytearray()
-        while (reply := self._parse(slot, buffer)) is None:
-            _wait(connection, select.POLLIN, end)
-            data = connection.recv(_CHUNK)
-            if not data:
-                raise SlotLost("the slot ended in the middle of a call")
-            buffer += data
-        return self._finish(slot, *reply)
+        return self._finish(slot, *slot.exchange(frame, patience_s))
 
     async def _exchange_async(
         self, slot: SlotHandle, frame: bytes, patience_s: float
     ) -> ExecutionResult:
-        connection, loop = slot.connection, asyncio.get_running_loop()
-        if connection is None:
+        if slot.connection is None:
             return self._finish(slot, *await asyncio.to_thread(self._run_fresh, frame))
-        async with asyncio.timeout(self._patience(slot, patience_s)):
-            await loop.sock_sendall(connection, frame)
-            buffer = bytearray()
-            while (reply := self._parse(slot, buffer)) is None:
-                data = await loop.sock_recv(connection, _CHUNK)
-                if not data:
-                    raise SlotLost("the slot ended in the middle of a call")
-                buffer += data
-        return self._finish(slot, *reply)
+        return self._finish(slot, *await slot.exchange_async(frame, patience_s))
 
-    def _run_fresh(self, frame: bytes) -> tuple[wire.ReplyHeader, bytes]:
+    def _run_fresh(self, frame: bytes) -> Reply:
         cells = wire.unpack_cells(frame[wire.REQUEST.size : -len(wire.REQUEST_END)])
         return fresh.run(cells, self.limits, str(SOURCE), clean_environment())
 
-    def _patience(self, slot: SlotHandle, patience_s: float) -> float:
-        return patience_s if slot.is_greeted else patience_s + _START_S
-
-    def _parse(self, slot: SlotHandle, buffer: bytearray) -> tuple[wire.ReplyHeader, bytes] | None:
-        """Return the reply in `buffer` once it is complete; take the greeting off on the way."""
-        if not slot.is_greeted:
-            if len(buffer) < wire.HELLO.size:
-                return None
-            _, length = wire.HELLO.unpack_from(buffer)
-            end = wire.HELLO.size + length
-            if len(buffer) < end:
-                return None
-            self.layers = json.loads(buffer[wire.HELLO.size : end])
-            slot.is_greeted = True
-            del buffer[:end]
-        if len(buffer) < wire.REPLY.size:
-            return None
-        header = wire.unpack_reply(bytes(buffer[: wire.REPLY.size]))
-        if len(buffer) < wire.REPLY.size + header.body_len:
-            return None
-        return header, bytes(buffer[wire.REPLY.size :])
-
     def _finish(self, slot: SlotHandle, header: wire.ReplyHeader, body: bytes) -> ExecutionResult:
         """Turn a reply into a result and put the slot, or its successor, back to work."""
+        self.layers = slot.layers or self.layers
         if header.is_retiring:
             self._replace(slot)
         else:
@@ -431,13 +358,6 @@ def _failure(reason: str) -> ExecutionResult:
     text = f"sandbox failure, not the code's fault: {reason}"
     logger.error("%s", text)
     return ExecutionResult("sandbox_failure", stderr=text, error=text)
-
-
-def _wait(connection: socket.socket, event: int, end: float) -> None:
-    poller = select.poll()
-    poller.register(connection, event)
-    if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
-        raise SlotLost("the slot did not answer in time")
 
 
 def _cores() -> int:

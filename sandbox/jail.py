@@ -242,8 +242,8 @@ def _set_limits(layers: Layers, limits: SandboxLimits, base_bytes: int) -> None:
         resource.RLIMIT_STACK: 8 << 20,
     }
     if not layers.lacks("user") or not layers.lacks("uid"):
-        # counts this slot's uid alone: the slot, the child and its threads
-        values[resource.RLIMIT_NPROC] = limits.threads + 2
+        # counts this slot's uid alone: slot, template, child and its threads
+        values[resource.RLIMIT_NPROC] = limits.threads + 3
     else:
         # counts all that the user runs, which goes up and down: a wide margin, so that honest
         # programs do not fail at random

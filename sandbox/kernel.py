@@ -9,11 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import sys
 
 IS_LINUX = sys.platform.startswith("linux")
 MACHINE = platform.machine()
 
+CLONE_VFORK = 0x00004000
+CLONE_PARENT = 0x00008000
+CLONE_CHILD_CLEARTID = 0x00200000
+CLONE_CHILD_SETTID = 0x01000000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -39,16 +44,15 @@ PR_SET_NAME = 15
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+PR_GET_TID_ADDRESS = 40
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 CAP_DAC_READ_SEARCH = 1 << 2
 
-MADV_HUGEPAGE = 14
-MADV_COLLAPSE = 25
-
 # (x86-64, aarch64): the numbers of the calls that libc has no wrapper for.
 _NUMBERS = {
+    "clone": (56, 220),
     "pivot_root": (155, 41),
     "capset": (126, 91),
     "seccomp": (317, 277),
@@ -64,13 +68,13 @@ _COLUMN = {"x86_64": 0, "AMD64": 0, "aarch64": 1, "arm64": 1}.get(MACHINE)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc_with_gil = ctypes.PyDLL(None, use_errno=True)
 if IS_LINUX:
-    _libc.syscall.restype = ctypes.c_long
-    _libc.syscall.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * 6
+    for _library in (_libc, _libc_with_gil):
+        _library.syscall.restype = ctypes.c_long
+        _library.syscall.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * 6
     _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
     _libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
     _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
     _libc.unshare.argtypes = [ctypes.c_int]
-    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _check(result: int, what: str) -> int:
@@ -85,11 +89,25 @@ def has_numbers() -> bool:
     return IS_LINUX and _COLUMN is not None
 
 
-def syscall(name: str, *args: int | ctypes.c_void_p | None) -> int:
-    """Make the named system call; unused arguments are 0."""
+def number(name: str) -> int:
+    """Return the number of the named system call on this machine."""
     if _COLUMN is None:
         raise OSError(38, f"{name}: unknown on {MACHINE}")
-    return _check(_libc.syscall(_NUMBERS[name][_COLUMN], *args, *_ZEROS[len(args) :]), name)
+    return _NUMBERS[name][_COLUMN]
+
+
+def syscall_with_gil(*arguments: int) -> int:
+    """Make a system call by number, all six arguments given; for the way of a child.
+
+    What it takes is ready beforehand and the interpreter's lock is kept: each step that a child
+    takes writes to pages, which are copied for it.
+    """
+    return _check(_libc_with_gil.syscall(*arguments), "system call")
+
+
+def syscall(name: str, *args: int | ctypes.c_void_p | None) -> int:
+    """Make the named system call; unused arguments are 0."""
+    return _check(_libc.syscall(number(name), *args, *_ZEROS[len(args) :]), name)
 
 
 def prctl(option: int, *args: int) -> int:
@@ -168,34 +186,33 @@ def fork() -> int:
     return _check(_libc_with_gil.fork(), "fork")
 
 
+class SiblingFork:
+    """Forks children of this process's own parent, and sleeps until each has ended.
+
+    It sleeps inside the system call, so that it writes to no page that it shares with a child.
+    For a process with a single thread only, like `fork`.
+    """
+
+    def __init__(self) -> None:
+        flags = CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD
+        where = ctypes.c_void_p()
+        try:  # libc keeps the thread's id at this place, and expects the child's own there
+            prctl(PR_GET_TID_ADDRESS, ctypes.addressof(where))
+            flags |= CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID
+        except OSError:
+            pass
+        tid = where.value or 0
+        last = (0, tid) if _COLUMN else (tid, 0)  # the order of tid and tls differs
+        self._call = (number("clone"), flags, 0, 0, *last, 0)
+
+    def __call__(self) -> int:
+        """Return 0 in the child; in this process its pid, once it has ended."""
+        return syscall_with_gil(*self._call)
+
+
 def close_from(first: int) -> None:
     """Close every descriptor from `first` on."""
     try:
         syscall("close_range", first, 0xFFFFFFFF, 0)
     except OSError:  # before Linux 5.9
         os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-
-
-def collapse_to_huge_pages() -> int:
-    """Back the private writable memory of this process by huge pages; return MiB collapsed.
-
-    A forked child then copies one page-table entry for 2 MiB instead of 512, which is most of
-    what a fork of a process with a large heap costs.
-    """
-    size = 2 << 20
-    done = 0
-    with open("/proc/self/maps") as maps:
-        lines = maps.read().splitlines()
-    for line in lines:
-        fields = line.split()
-        is_anonymous = len(fields) == 5 or fields[5] == "[heap]"
-        if not is_anonymous or not fields[1].startswith("rw-p"):
-            continue
-        low, high = (int(x, 16) for x in fields[0].split("-"))
-        start, end = (low + size - 1) // size * size, high // size * size
-        if end <= start:
-            continue
-        _libc.madvise(start, end - start, MADV_HUGEPAGE)
-        if _libc.madvise(start, end - start, MADV_COLLAPSE) == 0:
-            done += (end - start) >> 20
-    return done

@@ -15,12 +15,17 @@ from sandbox import wire
 
 SOURCE = Path(__file__).resolve().parent.parent
 _END_S = 5.0  # for the processes to end on request
+# `site` is left to `main` (-S), so that what it imports lies in the same heap as all the rest.
 _PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 os.dup2(int(sys.argv[3]), 3, inheritable=False)
+from sandbox import memory
+with memory.one_heap():
+    from sandbox.zygote import prepare
+    prepare(sys.argv[1])
 from sandbox.zygote import main
-main(sys.argv[2], sys.argv[1])
+main(sys.argv[2])
 """
 
 
@@ -37,7 +42,7 @@ class ZygoteProcess:
         self._control, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()
         text = json.dumps(config | {"client_pid": os.getpid()})
-        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _PROGRAM]
+        command = [sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _PROGRAM]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(SOURCE), text, str(theirs.fileno())],

@@ -29,9 +29,10 @@ _AF_UNIX, _SOCK_STREAM = 1, 1
 
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: nothing that injects or configures
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC and the locks of
-# open files. F_SETOWN and F_SETSIG are missing: with them the *kernel* signals any process.
-_FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032)
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ.
+# F_SETOWN and F_SETSIG are missing: with them the *kernel* signals any process. So are, as is
+# `flock`, the locks of open files: these outlive a process that shares the open file with others.
+_FCNTLS = (0, 1, 2, 3, 5, 6, 7, 1030, 1032)
 _F_SETFL = 4
 # get dumpable, set and get name, get seccomp, get no_new_privs
 _PRCTLS = (3, 15, 16, 21, 39)
@@ -194,11 +195,11 @@ class Program:
         self.code = ctypes.create_string_buffer(code, len(code))
         header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(self.code))
         self._header = ctypes.create_string_buffer(header, len(header))
-        self._address = ctypes.addressof(self._header)
+        self._call = (kernel.number("seccomp"), 1, 0, ctypes.addressof(self._header), 0, 0, 0)
 
     def install(self) -> None:
         """Apply the filter to this process (single-threaded) and to what it forks, for good."""
-        kernel.syscall("seccomp", 1, 0, self._address)
+        kernel.syscall_with_gil(*self._call)
 
 
 def is_supported() -> bool:

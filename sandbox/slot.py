@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import socket
 import time
 from dataclasses import dataclass
 
-from sandbox import jail, kernel, runner, seccomp, wire
+from sandbox import jail, runner, seccomp, template, wire
 from sandbox.result import SandboxLimits, Status
 
 _CORES = os.cpu_count() or 1
@@ -49,18 +48,24 @@ class Slot:
         connection: socket.socket,
         limits: SandboxLimits,
         layers: jail.Layers,
+        *,
         hidden_paths: dict[str, str],
+        huge_ranges: list[tuple[int, int]],
     ) -> None:
         self.connection = connection
         self.limits = limits
         self.layers = layers
-        self.hidden_paths = hidden_paths
         self.report = runner.Report(limits.stream_bytes, limits.error_bytes)
         self.reserved = set() if layers.lacks("scratch") else set(os.listdir(jail.SCRATCH))
         self.scratch_mode = os.stat(jail.SCRATCH).st_mode if not layers.lacks("scratch") else 0
-        self.must_follow_parent = layers.lacks("pid") and kernel.IS_LINUX
-        self.filter: seccomp.ChildFilter | None = None
-        self.go = os.eventfd(0)
+        self.template = template.Template(
+            connection,
+            self.report,
+            limits,
+            hidden_paths=hidden_paths,
+            must_follow_parent=layers.lacks("pid"),
+            huge_ranges=huge_ranges,
+        )
         self.calls = 0
         self.first_look_s = min(limits.cpu_s / _CORES, limits.wall_s, 0.1)
         self.poller = select.poll()
@@ -68,8 +73,9 @@ class Slot:
 
     def install_filter(self, program: seccomp.Program) -> None:
         """Apply the allow-list, and have every child stack its own filter on it."""
-        self.filter = seccomp.ChildFilter()
+        child_filter = seccomp.ChildFilter()
         program.install()
+        self.template.filter = child_filter
 
     def greet(self) -> None:
         """Tell the client that the slot is ready and which layers hold."""
@@ -78,29 +84,23 @@ class Slot:
 
     def serve(self) -> None:
         """Answer requests until the client goes away or the slot has to be replaced."""
-        child = self._prepare()
+        self.template.start()
         while True:
             head = self.connection.recv(wire.REQUEST.size, socket.MSG_PEEK | socket.MSG_WAITALL)
             if not head:
                 return
             _, earlier_cells, _ = wire.REQUEST.unpack(head)
-            if not self._call(child, 1 + min(earlier_cells, 1000)):
+            if not self._call(1 + min(earlier_cells, 1000)):
                 return
-            child = self._prepare()
+            self.template.order()  # ahead of time; the child waits for its request
 
-    def _prepare(self) -> Child:
-        """Fork the child of the next call ahead of time; it waits for its go."""
-        streams = os.memfd_create("stdout"), os.memfd_create("stderr")
-        pid = kernel.fork()
-        if pid == 0:
-            _be_child(self, streams)
-        return Child(pid, _open_pid(pid), streams)
-
-    def _call(self, child: Child, cells: int) -> bool:
+    def _call(self, cells: int) -> bool:
         """Run one request; return whether the slot can be used again."""
         self.calls += 1
+        pid = self.template.next_child()
+        child = Child(pid, _open_pid(pid), (os.memfd_create("stdout"), os.memfd_create("stderr")))
         started = time.monotonic()
-        os.eventfd_write(self.go, 1)
+        self.template.run(child.streams)
         ending, cpu_s = self._watch(child, started, cells)
         duration_s = time.monotonic() - started
         is_clean = self._clean_up() and self.calls < _MAX_CALLS
@@ -117,8 +117,8 @@ class Slot:
     def _watch(self, child: Child, started: float, cells: int) -> tuple[Ending, float]:
         """Wait for the child's end, or bring it about at a limit.
 
-        Until the first wake-up as little as possible happens here: what this process writes
-        while the child lives costs a copied page each.
+        Not woken up until then, where the kernel can tell of the end: a look at the clocks is
+        due when the child may have reached a limit.
         """
         pid, is_known = child.pid, child.pid_fd >= 0
         if is_known:
@@ -217,13 +217,8 @@ class Slot:
         Plain files are removed. Anything else is not worth walking, since names, depth and
         modes are the program's choice: the slot is replaced and its file system goes with it.
         """
-        if not self.layers.lacks("pid") or os.getuid() >= jail.FIRST_OWN_UID:
-            try:  # reaches this pid namespace, or this slot's own uid, and nothing else
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            else:
-                _reap_all()
+        if self.template.filter is None:  # else no program can have started a process
+            self._kill_all()
         if self.layers.lacks("scratch"):
             return True
         try:
@@ -235,6 +230,18 @@ class Slot:
         except OSError:
             return False
         return True
+
+    def _kill_all(self) -> None:
+        """Kill every process of the slot, the template too, and start a new one."""
+        if self.layers.lacks("pid") and os.getuid() < jail.FIRST_OWN_UID:
+            return  # it would reach the processes of the user
+        try:  # reaches this pid namespace, or this slot's own uid, and nothing else
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        _reap_all()
+        self.template.close()
+        self.template.start()
 
 
 def _clock(clock: int) -> float:
@@ -279,56 +286,3 @@ def _send_file(connection: socket.socket, stream: int, first: int, count: int) -
         if sent == 0:
             raise OSError("a stream became shorter while it was sent")
         first, count = first + sent, count - sent
-
-
-def _be_child(slot: Slot, streams: tuple[int, int]) -> None:
-    """Prepare, wait for the go, run the foreign code; never returns."""
-    code = 125
-    limits, report = slot.limits, slot.report
-    try:
-        if slot.must_follow_parent:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.dup2(streams[0], 1)
-        os.dup2(streams[1], 2)
-        if slot.filter is not None:
-            slot.filter.install(os.getpid())
-        os.eventfd_read(slot.go)
-        head = _read_exactly(slot.connection, wire.REQUEST.size)
-        _, earlier_cells, length = wire.REQUEST.unpack(head)
-        request = _read_exactly(slot.connection, length)
-        if earlier_cells:
-            _limit_cpu(limits.cpu_s * (1 + earlier_cells))
-        # The mark that the preparation went well. Foreign code cannot forge or undo it, as the
-        # socket is closed before any of it runs.
-        _read_exactly(slot.connection, len(wire.REQUEST_END))
-        os.closerange(3, limits.open_files)
-
-        def on_last_cell() -> None:
-            used = time.process_time()
-            _limit_cpu(used + limits.cpu_s)
-            report.mark(time.monotonic(), used)
-
-        texts = wire.unpack_cells(request)
-        code = runner.run_cells(
-            texts, report, hidden_paths=slot.hidden_paths, on_last_cell=on_last_cell
-        )
-    except BaseException as error:  # before any foreign code: the slot sees it as its own fault
-        report.write(runner.UNPREPARED, error=f"{type(error).__name__}: {error}")
-    finally:
-        os._exit(code)
-
-
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    data = connection.recv(count, socket.MSG_WAITALL)
-    while len(data) < count:
-        more = connection.recv(count - len(data), socket.MSG_WAITALL)
-        if not more:
-            raise EOFError("the client went away")
-        data += more
-    return data
-
-
-def _limit_cpu(seconds: float) -> None:
-    """Let the kernel kill the process a little after its CPU time is over, whatever happens."""
-    whole = int(seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole))

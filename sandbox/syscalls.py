@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68), "preadv": (295, 69),
     "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287), "sendfile": (40, 71),
     "copy_file_range": (326, 285), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
-    "pipe": (22, None), "pipe2": (293, 59), "close_range": (436, 436), "flock": (73, 32),
+    "pipe": (22, None), "pipe2": (293, 59), "close_range": (436, 436),
     "fsync": (74, 82), "fdatasync": (75, 83), "fadvise64": (221, 223), "eventfd2": (290, 19),
     # files
     "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79),
@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "set_tid_address": (218, 96), "membarrier": (324, 283), "wait4": (61, 260),
     "waitid": (247, 95),
     # the two ends of a socket pair, which asyncio wakes itself with
-    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204),
+    "recvfrom": (45, 207), "recvmsg": (47, 212), "shutdown": (48, 210), "getsockname": (51, 204),
     "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
 

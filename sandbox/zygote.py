@@ -19,18 +19,19 @@ import socket
 import sys
 import sysconfig
 
-from sandbox import jail, kernel, runner, seccomp, wire
+from sandbox import jail, kernel, memory, runner, seccomp, wire
 from sandbox.result import SandboxLimits
 from sandbox.slot import Slot
 
 CONTROL_FD = 3  # where the client puts the control socket
 # Modules of the standard library that programs often import; sympy and numpy bring their own.
+# Each shared library that a module loads makes every call dearer, so none is here that serves
+# networks and processes only.
 _WARM_MODULES = (
-    "asyncio bisect calendar cmath collections concurrent.futures copy csv ctypes dataclasses "
-    "datetime decimal enum fractions functools glob hashlib heapq inspect io itertools json math "
-    "numbers operator os pickle pprint queue random re shutil socket statistics string subprocess "
-    "tempfile textwrap threading time traceback types typing unicodedata urllib.request uuid "
-    "warnings zlib"
+    "bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions "
+    "functools glob heapq inspect io itertools json math numbers operator os pickle pprint "
+    "queue random re statistics string tempfile textwrap threading time traceback types typing "
+    "unicodedata warnings"
 ).split()
 
 
@@ -148,15 +149,20 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # ends a child with too long an output
-            if self.use_huge_pages:
-                kernel.collapse_to_huge_pages()
+            huge_ranges = memory.huge_page_ranges() if self.use_huge_pages else []
             jail.lock_down(plan, layers, self.limits)
             if not os.read(5, 1):
                 return
             os.close(5)
             # Only now is the zygote this process's parent, and a change of uid clears the mark.
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            slot = Slot(socket.socket(fileno=4), self.limits, layers, self.hidden_paths)
+            slot = Slot(
+                socket.socket(fileno=4),
+                self.limits,
+                layers,
+                hidden_paths=self.hidden_paths,
+                huge_ranges=huge_ranges,
+            )
             _install_filter(plan, layers, slot)
             slot.greet()
             slot.serve()
@@ -192,7 +198,7 @@ def _install_filter(plan: jail.JailPlan, layers: jail.Layers, slot: Slot) -> Non
         slot.install_filter(seccomp.Program(program))
     except OSError as error:
         layers.missing["seccomp"] = str(error)
-        slot.filter = None
+        slot.template.filter = None
 
 
 def _wait_for_all() -> None:
@@ -241,28 +247,34 @@ def _warm_up() -> None:
         pass
 
 
-def prepare(*, use_huge_pages: bool) -> None:
-    """Bring this process into the state in which it is cheap to fork."""
+def prepare(hidden_folder: str) -> None:
+    """Set up the interpreter as programs find it, and import what they use.
+
+    Args:
+        hidden_folder: the folder from which this package was imported, which no program needs.
+    """
+    site.main()
+    sys.path[:] = [path for path in sys.path if path not in ("", hidden_folder)]
     _warm_up()
+
+
+def settle(*, use_huge_pages: bool) -> None:
+    """Bring the memory of this process into the state in which it is cheap to fork."""
     gc.collect()
     gc.freeze()  # else a collection in a child writes to, and so copies, every page
     if use_huge_pages:
-        try:
-            kernel.collapse_to_huge_pages()
-        except OSError:
-            pass
+        memory.round_up_heap()
+        memory.collapse(memory.huge_page_ranges())
 
 
-def main(config_text: str, hidden_folder: str) -> None:
-    """Become the zygote; called by the client in a fresh interpreter.
+def main(config_text: str) -> None:
+    """Become the zygote, in an interpreter that `prepare` has set up.
 
     Args:
         config_text: JSON with `limits`, `disabled` layers and `client_pid`.
-        hidden_folder: the folder from which this package was imported, which no program needs.
     """
     config = json.loads(config_text)
-    sys.path[:] = [path for path in sys.path if path not in ("", hidden_folder)]
-    prepare(use_huge_pages=config["use_huge_pages"])
+    settle(use_huge_pages=config["use_huge_pages"])
     sys.set_int_max_str_digits(config["limits"]["int_digits"])
     zygote = Zygote(config)
     for name in [name for name in sys.modules if name.split(".")[0] == "sandbox"]:

@@ -4,7 +4,7 @@ import pytest
 
 from sandbox import PythonSandbox, SandboxLimits
 
-SHORT = SandboxLimits(cpu_s=0.5, wall_s=1.5)
+SHORT = SandboxLimits(cpu_s=0.5, wall_s=3.0)
 
 # The reduced modes: what is missing on machines that refuse it, taken away on purpose.
 NAMESPACES = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")

@@ -106,7 +106,7 @@ OUTPUT = [
      {"status": ["ok"], "has": ["kept"]}),
     ("stdout_replaced_by_nonsense", "import sys\nsys.stdout = 5\n1 / 0",
      {"status": ["error"], "has": ["ZeroDivisionError"]}),
-    ("giant_value", "'v' * (50 << 20)", {"status": ["ok"], "maxout": 1000}),
+    ("giant_value", "'v' * (20 << 20)", {"status": ["ok"], "maxout": 1000}),
     ("report_forged", "import gc, mmap, os\nfor o in gc.get_objects():\n"
      "    for m in (vars(o).values() if hasattr(o, '__dict__') and type(o) is not type else ()):\n"
      "        if type(m) is mmap.mmap: m[:] = bytes(len(m))\nos._exit(3)",

@@ -20,7 +20,7 @@ FILE = Path(os.environ.get("RIVET_CASES", ROOT.parent / "shared" / "cases")) / (
     "sandbox_attacks.jsonl"
 )
 CASES = attack_suite.load(FILE) if FILE.exists() else []
-LIMITS = SandboxLimits(cpu_s=1.5, wall_s=3.0)
+LIMITS = SandboxLimits(cpu_s=1.5, wall_s=6.0)
 NEED_SCRATCH = {"st_chdir"}
 needs_file = pytest.mark.skipif(not CASES, reason=f"{FILE} is absent; set RIVET_CASES")
 

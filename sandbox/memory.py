@@ -1,0 +1,89 @@
+"""The layout of the zygote's memory, which decides what a fork costs.
+
+A fork copies a page-table entry for each 4 KiB of memory that was written to, but one for each
+2 MiB where that is a whole, aligned huge page. So everything that the imports allocate goes into
+one contiguous heap, which is then collapsed into huge pages. Each step is tried; where libc or
+the kernel lack it, forks are slower and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_M_TOP_PAD, _M_MMAP_THRESHOLD = -2, -3  # of mallopt
+_DEFAULT = 128 << 10  # of both
+_ALIGNMENT = 16 << 10  # of the pools within an arena
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _ArenaAllocator(ctypes.Structure):
+    """PyObjectArenaAllocator: where the interpreter gets its megabytes for small objects."""
+
+    _fields_ = [("ctx", ctypes.c_void_p), ("alloc", ctypes.c_void_p), ("free", ctypes.c_void_p)]
+
+
+@contextlib.contextmanager
+def one_heap() -> Iterator[None]:
+    """Let everything that is allocated meanwhile come from libc's heap, in one piece.
+
+    Otherwise each arena is a mapping of its own between those of the libraries, few of them at
+    an address where a huge page may begin.
+    """
+    if not hasattr(_libc, "mallopt"):  # not glibc
+        yield
+        return
+    before = _ArenaAllocator()
+    ctypes.pythonapi.PyObject_GetArenaAllocator(ctypes.byref(before))
+    # Called as alloc(ctx, size), which is aligned_alloc's form. An arena that is freed later is
+    # unmapped by the allocator of before, which is safe: libc never touches what it gave away.
+    address = ctypes.cast(_libc.aligned_alloc, ctypes.c_void_p).value
+    ours = _ArenaAllocator(_ALIGNMENT, address, before.free)
+    _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    _libc.mallopt(_M_TOP_PAD, HUGE_PAGE)
+    ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(ours))
+    try:
+        yield
+    finally:
+        ctypes.pythonapi.PyObject_SetArenaAllocator(ctypes.byref(before))
+        _libc.mallopt(_M_MMAP_THRESHOLD, _DEFAULT)
+        _libc.mallopt(_M_TOP_PAD, _DEFAULT)
+
+
+def round_up_heap() -> None:
+    """Let the heap end where a huge page ends; libc goes on behind it."""
+    _libc.sbrk.restype = ctypes.c_ssize_t
+    _libc.sbrk.argtypes = [ctypes.c_ssize_t]
+    end = _libc.sbrk(0)
+    if end > 0:
+        _libc.sbrk(-end % HUGE_PAGE)
+
+
+def huge_page_ranges() -> list[tuple[int, int]]:
+    """Return (address, length) of the private writable memory that fills whole huge pages."""
+    ranges = []
+    with open("/proc/self/maps") as maps:
+        lines = maps.read().splitlines()
+    for line in lines:
+        fields = line.split()
+        is_anonymous = len(fields) == 5 or fields[5] == "[heap]"
+        if not is_anonymous or not fields[1].startswith("rw-p"):
+            continue
+        low, high = (int(x, 16) for x in fields[0].split("-"))
+        start, end = (low + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE, high // HUGE_PAGE * HUGE_PAGE
+        if end > start:
+            ranges.append((start, end - start))
+    return ranges
+
+
+def collapse(ranges: list[tuple[int, int]]) -> None:
+    """Back these ranges by huge pages, where the kernel agrees."""
+    for start, length in ranges:
+        for page in range(start, start + length, HUGE_PAGE):
+            if _libc.madvise(page, HUGE_PAGE, _MADV_COLLAPSE) != 0:  # before Linux 6.1
+                _libc.madvise(page, HUGE_PAGE, _MADV_HUGEPAGE)
