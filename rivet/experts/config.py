@@ -1,4 +1,4 @@
-"""`experts.yaml`: whom the controller may consult, where they are served, and what they cost.
+"""`experts.yaml`: whom the controller may consult, where they are served, and what may be spent.
 
     experts:
       - name: algebra
@@ -6,113 +6,204 @@
         model: some-model
         base_urls: [https://api.example.com/v1]
         key_env: EXAMPLE_API_KEY
+    budget:                # optional: of one run
+      max_usd: 20
+    cache:                 # optional: replies on disk
+      mode: record
 
 Keys are named by environment variable and never written here; no message quotes what may be a key.
-Every fault of a file is reported at once, with its line.
+Every fault of a file is reported at once, with its line. docs/experts.md lists every setting.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
 import yaml
 
 from rivet.config import ConfigError
-from rivet.protocol import EXPERT_NAME
+from rivet.experts.fields import fields_of, nearest, section_faults, setting, value_fault
 
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
-_SECRET_WORDS = ("key", "token", "secret", "password", "header", "auth")
+CacheMode = Literal["off", "record", "replay"]
+CACHE_MODES = ("off", "record", "replay")
 
 
 class ExpertsFileError(ConfigError):
     """An experts file is broken; each message says file, line, expert, key, got and expected."""
 
 
-def _setting(default: Any = MISSING, *, help: str, low: float = -math.inf) -> Any:
-    """A field with its documentation and its smallest allowed value."""
-    metadata = {"help": help, "low": low}
-    if default is MISSING:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """One expert. Numbers are checked against their ranges on construction."""
 
-    name: str = _setting(help='What the controller writes in `<expert name="...">`.')
-    model: str = _setting(help="The model's name at the endpoint.")
-    base_urls: tuple[str, ...] = _setting(
+    name: str = setting(help='What the controller writes in `<expert name="...">`.')
+    model: str = setting(help="The model's name at the endpoint.")
+    base_urls: tuple[str, ...] = setting(
         help="Where it is served, each ending before `/chat/completions`; one or several."
     )
-    skill: str = _setting("", help="What it is good at, as the controller is told.")
-    key_env: str | None = _setting(None, help="Environment variable that holds the API key.")
-    system: str = _setting("", help="System message that precedes every request.")
-    usd_per_million_prompt_tokens: float = _setting(0.0, help="Price in USD, >= 0.", low=0)
-    usd_per_million_completion_tokens: float = _setting(0.0, help="Price in USD, >= 0.", low=0)
-    timeout_s: float = _setting(120.0, help="Seconds for one attempt, > 0.", low=0.001)
-    max_retries: int = _setting(4, help="Attempts after the first, >= 0.", low=0)
-    max_concurrency: int = _setting(32, help="Requests under way at once, >= 1.", low=1)
-    max_tokens: int = _setting(1024, help="Longest reply in the endpoint's tokens, >= 1.", low=1)
-    max_reply_bytes: int = _setting(
+    skill: str = setting("", help="What it is good at, as the controller is told.")
+    key_env: str | None = setting(None, help="Environment variable that holds the API key.")
+    system: str = setting("", help="System message that precedes every request.")
+    usd_per_million_prompt_tokens: float = setting(0.0, help="Price in USD, >= 0.", low=0)
+    usd_per_million_completion_tokens: float = setting(0.0, help="Price in USD, >= 0.", low=0)
+    timeout_s: float = setting(120.0, help="Seconds for one attempt, > 0.", low=0.001)
+    max_retries: int = setting(4, help="Attempts after the first, >= 0.", low=0)
+    max_concurrency: int = setting(32, help="Requests under way at once, >= 1.", low=1)
+    requests_per_minute: int | None = setting(
+        None, help="Requests in any minute, retries included, >= 1; null: no limit.", low=1
+    )
+    tokens_per_minute: int | None = setting(
+        None, help="Tokens of prompts and replies in any minute, >= 1; null: no limit.", low=1
+    )
+    circuit_failures: int = setting(
+        5, help="Failures in a row at one base URL that close it off for a while, >= 1.", low=1
+    )
+    circuit_cooldown_s: float = setting(
+        5.0,
+        help="Seconds until such a base URL gets a single request on trial, doubled after each "
+        "failed trial up to 60, > 0.",
+        low=0.001,
+    )
+    max_tokens: int = setting(1024, help="Longest reply in the endpoint's tokens, >= 1.", low=1)
+    max_reply_bytes: int = setting(
         1_000_000, help="A longer response body is a fault, >= 1000.", low=1000
     )
-    temperature: float | None = _setting(
+    temperature: float | None = setting(
         None, help="Sampling temperature, >= 0; null leaves it to the endpoint.", low=0
     )
-    send_seed: bool = _setting(
+    send_seed: bool = setting(
         False, help="Send a `seed` derived from the sample, for endpoints that honour it."
     )
 
     def __post_init__(self) -> None:
-        problems = [text for key in _FIELDS if (text := _value_fault(key, getattr(self, key)))]
+        problems = _value_faults(self)
         if problems:
             raise ExpertsFileError([f"expert {self.name!r}: {text}" for text in problems])
 
+    def cost_usd(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """Price of tokens by the configured rates."""
+        cost = prompt_tokens * self.usd_per_million_prompt_tokens
+        return (cost + completion_tokens * self.usd_per_million_completion_tokens) / 1e6
 
-_FIELDS = {item.name: item for item in fields(ExpertConfig)}
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "str": ((str,), "text"),
-    "str | None": ((str, type(None)), "text or null"),
-    "float": ((int, float), "a number"),
-    "float | None": ((int, float, type(None)), "a number or null"),
-    "int": ((int,), "an integer"),
-    "bool": ((bool,), "true or false"),
-    "tuple[str, ...]": ((tuple,), "a list of URLs"),
-}
+    @property
+    def has_price(self) -> bool:
+        """Whether a token costs anything."""
+        return self.cost_usd(1, 1) > 0
 
 
-def load_experts(
-    path: str | Path, *, environ: Mapping[str, str] | None = None
-) -> list[ExpertConfig]:
+@dataclass(frozen=True, slots=True)
+class BudgetConfig:
+    """What one run may spend on all experts together; null is no limit."""
+
+    max_calls: int | None = setting(
+        None, help="Questions that are sent to a provider, >= 0; null: no limit.", low=0
+    )
+    max_tokens: int | None = setting(
+        None, help="Tokens of prompts and replies, >= 0; null: no limit.", low=0
+    )
+    max_usd: float | None = setting(
+        None, help="US dollars by the experts' prices, >= 0; null: no limit.", low=0
+    )
+    max_calls_per_trajectory: int | None = setting(
+        None,
+        help="Questions of one trajectory, which ends at the next one with finish `budget`, >= 0; "
+        "null: the checkpoint's own limit alone.",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        _check_values("budget", self)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the run as a whole has a limit."""
+        return any(v is not None for v in (self.max_calls, self.max_tokens, self.max_usd))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Whether replies are kept on disk, and asked for only once."""
+
+    mode: str = setting(
+        "off",
+        help="`record` keeps every reply and never asks twice; `replay` asks nobody; `off`.",
+        choices=CACHE_MODES,
+    )
+    path: str = setting(
+        "experts_cache.sqlite", help="The database; relative paths start at this file's folder."
+    )
+
+    def __post_init__(self) -> None:
+        _check_values("cache", self)
+
+
+class ExpertList(list[ExpertConfig]):
+    """The experts of a file, with the file's budget and cache.
+
+    Attributes:
+        budget: What one run may spend.
+        cache: Whether replies are kept.
+        path: The file, for messages.
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[ExpertConfig],
+        *,
+        budget: BudgetConfig | None = None,
+        cache: CacheConfig | None = None,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(experts)
+        self.budget = budget or BudgetConfig()
+        self.cache = cache or CacheConfig()
+        self.path = path
+
+    @property
+    def cache_path(self) -> Path:
+        """Where the cache lies."""
+        folder = self.path.parent if self.path is not None else Path()
+        return folder / self.cache.path
+
+
+_SECTIONS: dict[str, type[Any]] = {"budget": BudgetConfig, "cache": CacheConfig}
+
+
+def load_experts(path: str | Path, *, environ: Mapping[str, str] | None = None) -> ExpertList:
     """Read an experts file.
 
     Args:
         path: The YAML file.
-        environ: Where key variables are looked up; the process's environment by default.
+        environ: Where key variables are looked up; the process's environment by default. With
+            `cache: {mode: replay}` nobody is asked, and no key is needed.
 
     Raises:
         ExpertsFileError: Anything is wrong; all faults at once.
     """
     path = Path(path)
+    file = _read_file(path)
     faults: list[str] = []
-    experts: list[ExpertConfig] = []
+    settings: dict[str, Any] = {}
+    for name, (line, raw) in file.sections.items():
+        found = section_faults(_SECTIONS[name], raw)
+        faults += [f"{path}:{line}: {name}: {text}" for text in found]
+        if not found:
+            settings[name] = _SECTIONS[name](**raw)
+    experts = ExpertList([], path=path, **settings)
+    keys = None if experts.cache.mode == "replay" else (os.environ if environ is None else environ)
     lines: dict[str, int] = {}
-    for line, raw in _entries(path):
+    for line, raw in file.experts:
         label = f"expert {raw['name']!r}" if isinstance(raw.get("name"), str) else "an expert"
         where = f"{path}:{line}: {label}"
         found = _entry_faults(raw)
         if not found:
             expert = ExpertConfig(**_normalised(raw))
-            found = _key_faults(expert, os.environ if environ is None else environ)
+            found = [] if keys is None else _key_faults(expert, keys)
             if expert.name in lines:
                 found.append(f"name is used already in line {lines[expert.name]}; expected another")
             lines.setdefault(expert.name, line)
@@ -123,27 +214,38 @@ def load_experts(
     return experts
 
 
-def _entries(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The experts of a file as plain mappings, each with its first line."""
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An experts file as plain mappings, each with its first line."""
+
+    experts: list[tuple[int, dict[str, Any]]]
+    sections: dict[str, tuple[int, dict[str, Any]]]
+
+
+def _read_file(path: Path) -> _File:
     text = _read(path)
     loader = None
     try:
         loader = yaml.SafeLoader(text)  # refuses control characters at once
         root = loader.get_single_node()
-        top = _mapping_of(loader, root)
-        if not isinstance(root, yaml.MappingNode) or set(top) != {"experts"}:
+        top = _mapping_of(loader, root, is_deep=False)
+        known = ["experts", *_SECTIONS]
+        if not isinstance(root, yaml.MappingNode) or "experts" not in top:
             got = ", ".join(map(str, top)) or "none"
-            raise ExpertsFileError([f"{path}:1: expected one key, `experts`; got {got}"])
-        listed = root.value[0][1]
-        if not isinstance(listed, yaml.SequenceNode) or not listed.value:
-            raise ExpertsFileError([f"{path}:1: experts: expected a non-empty list of experts"])
-        entries = []
-        for node in listed.value:
+            raise ExpertsFileError([f"{path}:1: expected the key `experts`; got {got}"])
+        experts: list[tuple[int, dict[str, Any]]] = []
+        sections: dict[str, tuple[int, dict[str, Any]]] = {}
+        for name, node in top.items():
             line = node.start_mark.line + 1
-            if not isinstance(node, yaml.MappingNode):
-                raise ExpertsFileError([f"{path}:{line}: expected `name: value` lines"])
-            entries.append((line, _mapping_of(loader, node)))
-        return entries
+            if name not in known:
+                raise ExpertsFileError([f"{path}:{line}: {name}: unknown{nearest(name, known)}"])
+            if name == "experts":
+                experts = _entries(path, loader, node)
+            elif isinstance(node, yaml.MappingNode):
+                sections[name] = (line, _mapping_of(loader, node))
+            else:
+                raise ExpertsFileError([f"{path}:{line}: {name}: expected `name: value` lines"])
+        return _File(experts, sections)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -152,6 +254,18 @@ def _entries(path: Path) -> list[tuple[int, dict[str, Any]]]:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _entries(path: Path, loader: yaml.SafeLoader, listed: Any) -> list[tuple[int, dict[str, Any]]]:
+    if not isinstance(listed, yaml.SequenceNode) or not listed.value:
+        raise ExpertsFileError([f"{path}:1: experts: expected a non-empty list of experts"])
+    entries = []
+    for node in listed.value:
+        line = node.start_mark.line + 1
+        if not isinstance(node, yaml.MappingNode):
+            raise ExpertsFileError([f"{path}:{line}: expected `name: value` lines"])
+        entries.append((line, _mapping_of(loader, node)))
+    return entries
 
 
 def _read(path: Path) -> str:
@@ -164,7 +278,8 @@ def _read(path: Path) -> str:
         raise ExpertsFileError([text]) from error
 
 
-def _mapping_of(loader: yaml.SafeLoader, node: Any) -> dict[str, Any]:
+def _mapping_of(loader: yaml.SafeLoader, node: Any, *, is_deep: bool = True) -> dict[str, Any]:
+    """Names and values of a mapping; with `is_deep` False the values are left as nodes."""
     if not isinstance(node, yaml.MappingNode):
         return {}
     mapping: dict[str, Any] = {}
@@ -173,7 +288,7 @@ def _mapping_of(loader: yaml.SafeLoader, node: Any) -> dict[str, Any]:
         if key in mapping:
             mark = key_node.start_mark
             raise yaml.MarkedYAMLError(problem=f"{key} is set twice", problem_mark=mark)
-        mapping[key] = loader.construct_object(value_node, deep=True)
+        mapping[key] = loader.construct_object(value_node, deep=True) if is_deep else value_node
     return mapping
 
 
@@ -188,61 +303,21 @@ def _normalised(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entry_faults(raw: Mapping[str, Any]) -> list[str]:
-    values = _normalised(raw)
-    known = [*_FIELDS, "base_url"]
-    faults = []
+    faults = section_faults(ExpertConfig, _normalised(raw))
+    faults = [fault.replace("base_urls: missing", "base_url: missing") for fault in faults]
     if "base_url" in raw and "base_urls" in raw:
-        faults.append("base_url and base_urls are both set; expected one of them")
-    for key in values:
-        if key not in _FIELDS:
-            faults.append(f"{key}: unknown key{_nearest(key, known)}")
-    for key, item in _FIELDS.items():
-        if key in values:
-            fault = _value_fault(key, values[key])
-            faults += [fault] if fault else []
-        elif item.default is MISSING:
-            name = "base_url" if key == "base_urls" else key
-            faults.append(f"{name}: missing; expected {item.metadata['help']}")
+        faults.insert(0, "base_url and base_urls are both set; expected one of them")
     return faults
 
 
-def _value_fault(key: str, value: Any) -> str:
-    """What is wrong with one value, or nothing. Never quotes a value that may be a key."""
-    item = _FIELDS[key]
-    types, expected = _TYPES[str(item.type)]
-    if not any(isinstance(value, t) for t in types) or (type(value) is bool and bool not in types):
-        return f"{key}: got {_shown(key, value)}, expected {expected}"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not (math.isfinite(value) and value >= item.metadata["low"]):
-            return f"{key}: got {value}, expected {item.metadata['help']}"
-    if key == "name" and not re.fullmatch(EXPERT_NAME, value):
-        return f"name: got {value!r}, expected letters, digits, `_`, `-` or `.`, at most 64"
-    if key == "model" and not value.strip():
-        return "model: is empty; expected the model's name at the endpoint"
-    if key == "key_env" and value is not None and not _VARIABLE.fullmatch(value):
-        return (
-            f"key_env: got {len(value)} characters that are no variable name (withheld); expected "
-            "the name of an environment variable such as PROVIDER_API_KEY, not the key itself"
-        )
-    if key == "base_urls":
-        return "; ".join(filter(None, map(_url_fault, value or [""])))
-    return ""
+def _value_faults(config: Any) -> list[str]:
+    known = fields_of(type(config)).values()
+    return [text for item in known if (text := value_fault(item, getattr(config, item.name)))]
 
 
-def _url_fault(url: Any) -> str:
-    expected = "expected http(s)://host[:port]/path without user, query or fragment"
-    if not isinstance(url, str):
-        return f"base_url: got {type(url).__name__}, {expected}"
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises where it is no number
-    except ValueError:
-        return f"base_url: is no URL; {expected}"
-    if parts.username or parts.password or parts.query or parts.fragment:
-        return f"base_url: has a user, a query or a fragment (withheld); {expected}"
-    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
-        return f"base_url: got {url!r}, {expected}" if "://" in url else f"base_url: {expected}"
-    return ""
+def _check_values(section: str, config: Any) -> None:
+    if faults := _value_faults(config):
+        raise ExpertsFileError([f"{section}: {text}" for text in faults])
 
 
 def check_keys(experts: Sequence[ExpertConfig], environ: Mapping[str, str]) -> None:
@@ -274,17 +349,3 @@ def _key_faults(expert: ExpertConfig, environ: Mapping[str, str]) -> list[str]:
         f"key_env: the environment variable {expert.key_env} is {state}; expected the API key: "
         f"`export {expert.key_env}=...`, or name another variable"
     ]
-
-
-def _shown(key: str, value: Any) -> str:
-    kind = type(value).__name__
-    return kind if key == "key_env" else f"{kind} {value!r}"
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near and any(word in key.lower() for word in _SECRET_WORDS):
-        near = ["key_env"]
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; expected one of {', '.join(known)}"

@@ -1,11 +1,12 @@
-"""Connections to endpoints: clients, concurrency limits and proxies, and a bound on every body."""
+"""Connections to endpoints: clients, circuits, concurrency limits and proxies; bounded bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -14,28 +15,25 @@ from urllib.parse import urlsplit
 import httpx2  # what the openai client speaks HTTP with
 import openai
 
+from rivet.experts.circuit import Circuit
 from rivet.experts.completions import BadReply
 from rivet.experts.config import ExpertConfig, api_key
+from rivet.experts.redact import Redactor
 
 _CONNECT_TIMEOUT_S = 10.0
-# Providers quote a rejected key with its middle starred out: the rest is still part of a key.
-_KEY_LIKE = re.compile(r"(?i)\b(?:(?:sk|pk|gsk|xai)[-_]\S+|(?:bearer|key)[-_: ]+\S*[\d*]\S*)")
+# What these log includes headers and reason phrases as the endpoint wrote them.
+_TALKATIVE = ("openai", "httpx2", "httpcore2")
 
 
 @dataclass(slots=True)
 class Endpoint:
-    """One base URL with its client."""
+    """One base URL with its client and its health."""
 
     base_url: str
-    client: openai.AsyncOpenAI
-    key: str = field(repr=False)
+    client: openai.AsyncOpenAI = field(repr=False)
+    circuit: Circuit
+    redactor: Redactor
     in_flight: int = 0
-
-    def redact(self, text: str) -> str:
-        """Remove the key, and what looks like one, from a text for people."""
-        if self.key:
-            text = text.replace(self.key, "[key]")
-        return _KEY_LIKE.sub("[key]", text)
 
 
 class Connections:
@@ -44,8 +42,14 @@ class Connections:
     def __init__(self, loop: asyncio.AbstractEventLoop, environ: Mapping[str, str]) -> None:
         self.loop = loop
         self._environ = environ
-        self._endpoints: dict[tuple[str, str | None, int], Endpoint] = {}
+        self._endpoints: dict[tuple[str, str | None, int, int, float], Endpoint] = {}
         self._semaphores: dict[str, asyncio.Semaphore] = {}
+        self._changed = asyncio.Event()
+        self._first: asyncio.Future[None] | None = None
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
     async def aclose(self) -> None:
         """Close them; those of another event loop are dropped, since only it could."""
@@ -59,14 +63,84 @@ class Connections:
             self._semaphores[config.name] = asyncio.Semaphore(config.max_concurrency)
         return self._semaphores[config.name]
 
-    def least_loaded(self, config: ExpertConfig, tried: Sequence[str]) -> Endpoint:
-        """The base URL tried least often in this call, then the one with the fewest requests."""
-        endpoints = [self.endpoint(config, url) for url in config.base_urls]
-        return min(endpoints, key=lambda e: (tried.count(e.base_url), e.in_flight))
+    def least_loaded(self, config: ExpertConfig, tried: Sequence[str]) -> Endpoint | None:
+        """Of the base URLs that may be asked now, the one tried least often in this call, then the
+        one with the fewest requests under way; None if there is none.
+        """
+        ready = [e for e in self._all(config) if e.circuit.ready_in() <= 0]
+        if not ready:
+            return None
+        return min(ready, key=lambda e: (tried.count(e.base_url), e.in_flight))
+
+    async def wait_for_endpoint(
+        self, config: ExpertConfig, tried: Sequence[str], patience_s: float
+    ) -> Endpoint | None:
+        """As `least_loaded`, but waits until one may be asked; None if none may be in time."""
+        deadline = self.loop.time() + patience_s
+        while (endpoint := self.least_loaded(config, tried)) is None:
+            wait_s = min(e.circuit.ready_in() for e in self._all(config))
+            left_s = deadline - self.loop.time()
+            # A trial under way (inf) may end at any moment.
+            if left_s <= 0 or left_s < wait_s < float("inf"):
+                return None
+            try:
+                async with asyncio.timeout(min(wait_s, left_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        return endpoint
+
+    def tell_waiters(self) -> None:
+        """An attempt is over: whoever waits for an endpoint looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around a question that is put to a provider, until its reply is kept."""
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way."""
+        if self._under_way:
+            await self._idle.wait()
+
+    async def once(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do something a single time, however many ask for it; all of them get its outcome."""
+        if self._first is None:
+            self._first = self.loop.create_task(work())
+        await asyncio.shield(self._first)
+
+    def why_none(self, config: ExpertConfig) -> str:
+        """Why no base URL may be asked, for people."""
+        reasons = []
+        for endpoint in self._all(config):
+            if endpoint.circuit.state == "closed":
+                reasons.append(f"{endpoint.base_url} asked to be left alone")
+            else:
+                last = endpoint.circuit.last_failure
+                reasons.append(f"{endpoint.base_url} failed too often (last: {last})")
+        return "; ".join(reasons)
+
+    def _all(self, config: ExpertConfig) -> list[Endpoint]:
+        return [self.endpoint(config, url) for url in config.base_urls]
 
     def endpoint(self, config: ExpertConfig, base_url: str) -> Endpoint:
-        """The client of a base URL; experts with the same URL, key and size limit share it."""
-        identity = (base_url, config.key_env, config.max_reply_bytes)
+        """A base URL with its client; experts with the same URL, key and bounds share it."""
+        identity = (
+            base_url,
+            config.key_env,
+            config.max_reply_bytes,
+            config.circuit_failures,
+            config.circuit_cooldown_s,
+        )
         if identity not in self._endpoints:
             key = api_key(config, self._environ)
             timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
@@ -87,7 +161,8 @@ class Connections:
             )
             # The client fills these from OpenAI's own variables, whoever is being asked.
             client.organization = client.project = client.admin_api_key = None
-            self._endpoints[identity] = Endpoint(base_url, client, key)
+            circuit = Circuit(config.circuit_failures, config.circuit_cooldown_s)
+            self._endpoints[identity] = Endpoint(base_url, client, circuit, Redactor(key))
         return self._endpoints[identity]
 
 
@@ -107,7 +182,7 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         encoding = response.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             await response.aclose()
-            raise BadReply(f"content encoding is {encoding[:40]!r}, which was not asked for")
+            raise BadReply(f"content encoding is {encoding!r}, which was not asked for")
         response.stream = _BoundedStream(
             cast(httpx2.AsyncByteStream, response.stream), self._max_bytes
         )

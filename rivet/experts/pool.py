@@ -1,9 +1,13 @@
 """The expert pool: asks experts behind OpenAI-compatible endpoints and meters what it costs.
 
 Whatever an endpoint does, `ask` returns: a reply, or a typed fault without text
-(`rivet.experts.types`). Retries are ours, with jitter and `Retry-After`, and prefer another base
-URL. Keys are read from the environment when a client is built, sent in the `Authorization` header,
-and kept out of every message, log line and repr.
+(`rivet.experts.types`). The way of a question:
+
+    recorded reply?  -> budget of the run -> a place (concurrency) -> rate limits
+    -> the least loaded base URL that works -> request -> booked -> again, elsewhere if possible
+
+Retries are ours, with jitter and `Retry-After`. Keys are read from the environment when a client is
+built, sent in the `Authorization` header, and kept out of every reply, message, log line and store.
 """
 
 from __future__ import annotations
@@ -13,69 +17,28 @@ import logging
 import os
 import random
 import time
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import httpx2  # what the openai client speaks HTTP with
-import openai
-
-from rivet.experts.completions import (
-    BadReply,
-    Usage,
-    error_message,
-    read_completion,
-    request_body,
-    retry_after_s,
-)
-from rivet.experts.config import ExpertConfig, check_keys
+from rivet.experts.attempt import send
+from rivet.experts.cache import CachedReply, ReplyCache
+from rivet.experts.call import Call, cached_reply
+from rivet.experts.completions import request_body
+from rivet.experts.config import ExpertConfig, ExpertList, check_keys
 from rivet.experts.connections import Connections, Endpoint
-from rivet.experts.types import ExpertReply, ExpertStatus
+from rivet.experts.ledger import BudgetExceededError, Ledger, Spent
+from rivet.experts.rate_limits import RateLimit
+from rivet.experts.totals import ExpertTotals
+from rivet.experts.types import ExpertReply, call_number
 
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 20.0
-# A provider that asks for more patience than this is treated as unavailable.
-_MAX_RETRY_AFTER_S = 60.0
-_RETRIED = frozenset({"timeout", "connection", "rate_limited", "server_error", "bad_response"})
 _CHECK_QUESTION = "What is 17 + 25? Answer with a short Python program that prints it."
-
-
-@dataclass(slots=True)
-class ExpertTotals:
-    """What one expert, or the pool, has been asked and has cost so far.
-
-    Attributes:
-        calls: Questions, whatever came of them.
-        attempts: Requests sent, retries included.
-        statuses: Calls by final status.
-        prompt_tokens, completion_tokens: As metered by the providers, failed attempts included.
-        cost_usd: By the configured prices.
-        unmetered: Replies that came without a usable `usage`.
-        latency_s: Sum over calls.
-    """
-
-    calls: int = 0
-    attempts: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost_usd: float = 0.0
-    unmetered: int = 0
-    latency_s: float = 0.0
-
-    def add(self, reply: ExpertReply) -> None:
-        """Count one finished call."""
-        self.calls += 1
-        self.attempts += reply.attempts
-        self.statuses[reply.status] += 1
-        self.prompt_tokens += reply.prompt_tokens
-        self.completion_tokens += reply.completion_tokens
-        self.cost_usd += reply.cost_usd
-        self.unmetered += reply.status == "ok" and not reply.completion_tokens
-        self.latency_s += reply.latency_s
+_SHOWN_FAULTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +60,52 @@ class ExpertPool:
     Use it in one event loop at a time; in a new one it opens new connections.
 
     Args:
-        configs: The experts; names must differ.
+        experts: The experts; names must differ. One of `load_experts` brings its budget and cache.
         environ: Where key variables are looked up; the process's environment by default.
         backoff_s: Seconds before the first retry, doubled for each further one, jittered.
 
+    Attributes:
+        totals: What each expert was asked in this process and has cost.
+
     Raises:
-        ExpertsFileError: A key variable is not set, or holds no key.
+        ExpertsFileError: A key variable is not set, or holds no key; or there is no record to
+            replay.
+        DatabaseError: The cache cannot be used.
         ValueError: Two experts have the same name.
     """
 
     def __init__(
         self,
-        configs: Sequence[ExpertConfig],
+        experts: Sequence[ExpertConfig],
         *,
         environ: Mapping[str, str] | None = None,
         backoff_s: float = 0.5,
     ) -> None:
-        self._configs = {config.name: config for config in configs}
-        if len(self._configs) != len(configs):
-            names = Counter(config.name for config in configs)
+        self._experts = experts if isinstance(experts, ExpertList) else ExpertList(experts)
+        self._configs = {config.name: config for config in experts}
+        if len(self._configs) != len(experts):
+            names = Counter(config.name for config in experts)
             twice = ", ".join(name for name, count in names.items() if count > 1)
             raise ValueError(f"experts with the same name: {twice}; expected different names")
         self._environ = os.environ if environ is None else environ
-        check_keys(configs, self._environ)
+        cache = self._experts.cache
+        self._cache = None
+        if cache.mode != "off":
+            self._cache = ReplyCache(cache, self._experts.cache_path)
+        if cache.mode != "replay":
+            check_keys(experts, self._environ)
         self._backoff_s = backoff_s
         self._jitter = random.Random()
+        self._limits = {
+            c.name: RateLimit(c.requests_per_minute, c.tokens_per_minute) for c in experts
+        }
+        self._ledger: Ledger | None = None
+        if self._experts.budget.is_limited:
+            self.keep_ledger(None)
         self._connections: Connections | None = None
+        self._is_unchecked = False  # endpoints that nobody has asked yet, until one is needed
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._told_calls = 0
         self.totals: dict[str, ExpertTotals] = {name: ExpertTotals() for name in self._configs}
 
     def __repr__(self) -> str:
@@ -135,15 +118,43 @@ class ExpertPool:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections. The pool can be used again."""
+        """Close the connections, and log what was asked. The pool can be used again."""
+        total = self.total()
+        if total.calls > self._told_calls:
+            logger.info("experts: %s", total)
+            if self._ledger is not None:
+                logger.info("experts: this run so far: %s", self._ledger.total())
+        self._told_calls = total.calls
         connections, self._connections = self._connections, None
         if connections is not None:
             await connections.aclose()
+
+    def keep_ledger(self, folder: Path | None) -> None:
+        """Book what is spent in a run's folder and go on from what is booked there.
+
+        Nothing is kept where nothing costs anything and no limit is set.
+
+        Args:
+            folder: Of the run; None counts in this process only.
+
+        Raises:
+            DatabaseError: The ledger cannot be used.
+        """
+        budget = self._experts.budget
+        if budget.is_limited or any(config.has_price for config in self.configs):
+            if self._ledger is not None:
+                self._ledger.close()
+            self._ledger = Ledger(folder, budget, source=str(self._experts.path or ""))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that the controller may write in `<expert name="...">`."""
         return tuple(self._configs)
+
+    @property
+    def listed(self) -> ExpertList:
+        """What it was opened with, for a pool in another process."""
+        return self._experts
 
     @property
     def configs(self) -> tuple[ExpertConfig, ...]:
@@ -152,17 +163,11 @@ class ExpertPool:
 
     def total(self) -> ExpertTotals:
         """Totals over all experts."""
-        total = ExpertTotals()
-        for part in self.totals.values():
-            total.calls += part.calls
-            total.attempts += part.attempts
-            total.statuses += part.statuses
-            total.prompt_tokens += part.prompt_tokens
-            total.completion_tokens += part.completion_tokens
-            total.cost_usd += part.cost_usd
-            total.unmetered += part.unmetered
-            total.latency_s += part.latency_s
-        return total
+        return ExpertTotals.sum(self.totals.values())
+
+    def spent(self) -> dict[str, Spent]:
+        """What the run has spent on each expert, by its ledger; empty where none is kept."""
+        return {} if self._ledger is None else self._ledger.by_expert()
 
     async def ask(self, name: str, request: str, *, sample_key: str = "") -> ExpertReply:
         """Ask one expert; never raises for what an endpoint does.
@@ -172,6 +177,12 @@ class ExpertPool:
             request: The controller's request, plain text.
             sample_key: Distinguishes repeated samples of one request; becomes the `seed` where
                 the expert is configured with `send_seed`.
+
+        Raises:
+            BudgetExceededError: The run has spent what it may.
+            ExpertsUnavailableError: The first reply that is not recorded is needed, and an
+                endpoint does not answer.
+            DatabaseError: Cache or ledger cannot be written, on a full disk for instance.
         """
         config = self._configs.get(name)
         if config is None:
@@ -179,21 +190,28 @@ class ExpertPool:
             detail = f"no expert {name!r}; configured: {known}"
             return ExpertReply(name, "unknown_expert", detail=detail, attempts=0)
         started = time.monotonic()
-        call = _Call(config)
-        while not await self._try_once(call, request, sample_key):
-            pass
-        reply = call.reply(time.monotonic() - started)
+        most = self._experts.budget.max_calls_per_trajectory
+        if most is not None and call_number(sample_key) >= most:
+            detail = f"max_calls_per_trajectory is {most}"
+            reply = ExpertReply(name, "budget", detail=detail, attempts=0)
+        else:
+            body = request_body(config, request, sample_key)
+            reply = self._recorded(config, body, sample_key) or await self._ask(
+                config, body, sample_key
+            )
+        reply = replace(reply, latency_s=time.monotonic() - started)
         self.totals[name].add(reply)
+        if reply.is_fault:
+            self._tell(reply)
         return reply
 
     async def check(self) -> list[CheckResult]:
         """Ask every endpoint of every expert one question, once, all at the same time."""
 
         async def one(config: ExpertConfig, base_url: str) -> CheckResult:
-            call = _Call(config)
+            call = Call(config, request_body(config, _CHECK_QUESTION, ""))
             started = time.monotonic()
-            endpoint = self._open().endpoint(config, base_url)
-            await self._attempt(call, endpoint, _CHECK_QUESTION, "")
+            await self._attempt(call, self._open().endpoint(config, base_url))
             return CheckResult(config, base_url, call.reply(time.monotonic() - started))
 
         pairs = [(config, url) for config in self.configs for url in config.base_urls]
@@ -202,9 +220,21 @@ class ExpertPool:
     async def preflight(self) -> None:
         """Ask every endpoint one question, as a run does before it starts.
 
+        A replayed run asks nobody. Where replies are recorded already, nobody is asked before the
+        first one that is not.
+
         Raises:
             ExpertsUnavailableError: One does not answer; the message names each and says why.
+            BudgetExceededError: The run has spent what it may.
         """
+        if self._ledger is not None:
+            self._ledger.check()
+        if self._cache is not None and (self._cache.is_replay or not self._cache.is_empty):
+            self._is_unchecked = not self._cache.is_replay
+            return
+        await self._check_all()
+
+    async def _check_all(self) -> None:
         failed = [result for result in await self.check() if result.reply.status != "ok"]
         if failed:
             lines = [f"{r.reply.name} at {r.base_url}: {r.reply.detail}" for r in failed]
@@ -215,88 +245,135 @@ class ExpertPool:
 
     # --- one call -------------------------------------------------------------------------------
 
-    async def _try_once(self, call: _Call, request: str, sample_key: str) -> bool:
+    def _recorded(
+        self, config: ExpertConfig, body: Mapping[str, Any], sample_key: str
+    ) -> ExpertReply | None:
+        """The recorded reply, a fault if only recorded ones count, or None: ask."""
+        if self._cache is None:
+            return None
+        kept = self._cache.get(config.name, body, sample_key)
+        if kept is not None:
+            return cached_reply(config, kept)
+        if not self._cache.is_replay:
+            return None
+        request = " ".join(body["messages"][-1]["content"].split())[:80]
+        detail = (
+            f"{self._cache.path} has no reply of {config.name} (model {config.model}) to "
+            f"{request!r} for sample {sample_key!r}; expected one that a run with cache mode "
+            "record left there: same settings, seed and checkpoint"
+        )
+        return ExpertReply(config.name, "not_recorded", detail=detail, attempts=0)
+
+    async def _ask(
+        self, config: ExpertConfig, body: Mapping[str, Any], sample_key: str
+    ) -> ExpertReply:
+        """Put a question to a provider, and keep the reply."""
+        if self._is_unchecked:
+            await self._open().once(self._check_all)
+            self._is_unchecked = False
+        connections = self._open()
+        try:
+            with connections.under_way():
+                return await self._pay(config, body, sample_key)
+        except BudgetExceededError:
+            # Whoever asked cancels the rest of the batch: first let come in what is paid for.
+            await connections.idle()
+            if self._ledger is not None:
+                self._ledger.begin_call(config.name)  # refuses again, and tells what has come in
+            raise
+
+    async def _pay(
+        self, config: ExpertConfig, body: Mapping[str, Any], sample_key: str
+    ) -> ExpertReply:
+        if self._ledger is not None:
+            self._ledger.begin_call(config.name)
+        call = Call(config, body)
+        while not await self._try_once(call):
+            pass
+        reply = call.reply(0.0)
+        if self._cache is None or reply.status != "ok":
+            return reply
+        usage = (reply.prompt_tokens, reply.completion_tokens, reply.is_metered)
+        kept = self._cache.put(config.name, body, sample_key, CachedReply(reply.text, *usage))
+        return replace(reply, text=kept.text)
+
+    async def _try_once(self, call: Call) -> bool:
         """Make one attempt; wait if there is another to make. True if the call is over."""
         config, connections = call.config, self._open()
         async with connections.semaphore(config):
-            endpoint = connections.least_loaded(config, call.tried)
-            call.tried.append(endpoint.base_url)
-            await self._attempt(call, endpoint, request, sample_key)
-        if call.status == "ok" or call.is_final or call.attempts > config.max_retries:
+            await self._limits[config.name].wait(call.reserved_tokens)
+            before = time.monotonic()
+            endpoint = await connections.wait_for_endpoint(config, call.tried, call.patience_s)
+            call.patience_s -= time.monotonic() - before
+            if endpoint is None:
+                call.give_up(connections.why_none(config))
+                return True
+            if call.tried and self._ledger is not None:
+                self._ledger.check()
+            await self._attempt(call, endpoint)
+        if call.last.status == "ok" or call.last.is_final or len(call.tried) > config.max_retries:
             return True
-        pause_s = self._pause_s(call)
-        if pause_s is None:
-            call.detail += f"; asked to wait longer than {_MAX_RETRY_AFTER_S:g} s"
-            return True
+        pause_s = self._pause_s(call, endpoint)
         logger.info(
             "expert %s: attempt %d: %s (%s); next in %.1f s",
-            *(config.name, call.attempts, call.status, call.detail, pause_s),
+            *(config.name, len(call.tried), call.last.status, call.last.detail, pause_s),
         )
         await asyncio.sleep(pause_s)
         return False
 
-    def _pause_s(self, call: _Call) -> float | None:
-        """Seconds until the next attempt, or None to give up."""
-        backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2 ** (call.attempts - 1))
+    def _pause_s(self, call: Call, endpoint: Endpoint) -> float:
+        """Seconds until the next attempt; an endpoint that is busy is left alone by everybody."""
+        backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2 ** (len(call.tried) - 1))
         backoff_s *= self._jitter.uniform(0.5, 1.0)
-        if call.retry_after_s is None:
-            return backoff_s
-        if call.retry_after_s > _MAX_RETRY_AFTER_S:
-            return None
-        # Never earlier than asked, and not all at the same moment.
-        return call.retry_after_s + self._jitter.uniform(0.0, 0.1) * backoff_s
+        if call.last.status == "rate_limited":
+            asked_s = call.last.retry_after_s
+            endpoint.circuit.pause(backoff_s if asked_s is None else asked_s)
+        elif call.last.retry_after_s is not None:
+            endpoint.circuit.pause(call.last.retry_after_s)
+        other = self._open().least_loaded(call.config, call.tried)
+        is_elsewhere = other is not None and other is not endpoint
+        # Not all at the same moment, also where another base URL takes over at once.
+        return 0.1 * backoff_s if is_elsewhere or call.last.retry_after_s else backoff_s
 
-    async def _attempt(
-        self, call: _Call, endpoint: Endpoint, request: str, sample_key: str
-    ) -> None:
-        """Send one request and record in `call` what came of it."""
-        call.attempts += 1
-        call.retry_after_s = None
-        endpoint.in_flight += 1
+    async def _attempt(self, call: Call, endpoint: Endpoint) -> None:
+        """Send one request, and book what came of it before anybody goes on with it."""
+        call.tried.append(endpoint.base_url)
         try:
-            async with asyncio.timeout(call.config.timeout_s):
-                raw = await endpoint.client.chat.completions.with_raw_response.create(
-                    **request_body(call.config, request, sample_key)
-                )
-                response = cast(httpx2.Response, raw.http_response)
-                call.text = read_completion(response, call.usage)
-                call.finish("ok")
-        except BadReply as error:
-            call.finish("bad_response", str(error), is_final=error.is_final)
-        except (TimeoutError, openai.APITimeoutError):
-            call.finish("timeout", f"no complete answer within {call.config.timeout_s:g} s")
-        except openai.APIStatusError as error:
-            self._record_refusal(call, error, endpoint)
-        except openai.APIConnectionError as error:
-            cause = error.__cause__ or error
-            call.finish("connection", endpoint.redact(f"{type(cause).__name__}: {cause}"))
-        except Exception as error:  # the one boundary around foreign endpoints
-            # Where, but not what it says: a message could quote a header.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            kind = type(error).__name__
-            logger.error("expert %s: %s at %s:%s", call.config.name, kind, *place[:2])
-            call.finish("bad_response", f"unreadable response ({type(error).__name__})")
+            call.last = await send(call.config, endpoint, call.body)
         finally:
-            endpoint.in_flight -= 1
+            self._open().tell_waiters()
+        last, usage = call.last, call.last.usage
+        call.usage += usage
+        used = usage.tokens
+        if not used and last.status == "timeout":
+            used = call.reserved_tokens  # it may have been working all the time
+        self._limits[call.config.name].settle(call.reserved_tokens, used)
+        if self._ledger is not None:
+            self._ledger.add(
+                call.config.name,
+                Spent(
+                    attempts=1,
+                    prompt_tokens=usage.prompt_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    usd=call.config.cost_usd(usage.prompt_tokens, usage.completion_tokens),
+                    unmetered=int(last.status == "ok" and not usage.is_metered),
+                ),
+            )
+        if last.status == "ok" and not usage.is_metered:
+            self._tell_once(call.config.name, "reports no usage: its tokens are estimated")
 
-    def _record_refusal(
-        self, call: _Call, error: openai.APIStatusError, endpoint: Endpoint
-    ) -> None:
-        code = error.status_code
-        detail = endpoint.redact(f"{code} {error_message(error)}").strip()
-        if code in (401, 403):
-            variable = call.config.key_env
-            hint = f"the key in {variable}" if variable else "key_env, which is not set"
-            detail += f"; check {hint}"
-        status: ExpertStatus = "rejected"
-        if code == 429:
-            status = "rate_limited"
-        elif code >= 500:
-            status = "server_error"
-        elif code == 408:
-            status = "timeout"
-        call.retry_after_s = retry_after_s(error.response.headers)
-        call.finish(status, detail, is_final=status == "rejected")
+    def _tell(self, reply: ExpertReply) -> None:
+        """Log a fault, unless many like it were logged."""
+        self._told[reply.name, reply.status] += 1
+        count = self._told[reply.name, reply.status]
+        if count <= _SHOWN_FAULTS or str(count).strip("0") == "1":
+            number = f" (number {count})" if count > 1 else ""
+            logger.warning("expert %s: %s%s: %s", reply.name, reply.status, number, reply.detail)
+
+    def _tell_once(self, name: str, text: str) -> None:
+        self._told[name, text] += 1
+        if self._told[name, text] == 1:
+            logger.warning("expert %s %s", name, text)
 
     def _open(self) -> Connections:
         """Connections that belong to the running event loop."""
@@ -304,38 +381,3 @@ class ExpertPool:
         if self._connections is None or self._connections.loop is not loop:
             self._connections = Connections(loop, self._environ)
         return self._connections
-
-
-@dataclass(slots=True)
-class _Call:
-    """One question on its way."""
-
-    config: ExpertConfig
-    status: ExpertStatus = "connection"
-    text: str = ""
-    detail: str = ""
-    attempts: int = 0
-    usage: Usage = field(default_factory=Usage)
-    is_final: bool = False
-    retry_after_s: float | None = None
-    tried: list[str] = field(default_factory=list)
-
-    def finish(self, status: ExpertStatus, detail: str = "", *, is_final: bool = False) -> None:
-        self.status, self.detail = status, detail
-        self.is_final = is_final or status not in _RETRIED
-
-    def reply(self, latency_s: float) -> ExpertReply:
-        price = self.config
-        cost = self.usage.prompt_tokens * price.usd_per_million_prompt_tokens
-        cost += self.usage.completion_tokens * price.usd_per_million_completion_tokens
-        return ExpertReply(
-            name=self.config.name,
-            status=self.status,
-            text=self.text if self.status == "ok" else "",
-            detail=self.detail,
-            latency_s=latency_s,
-            prompt_tokens=self.usage.prompt_tokens,
-            completion_tokens=self.usage.completion_tokens,
-            cost_usd=cost / 1e6,
-            attempts=self.attempts,
-        )

@@ -1,9 +1,10 @@
-"""The embedded expert endpoint: an OpenAI-compatible HTTP server around plain functions.
+"""The embedded expert endpoint: an OpenAI-compatible HTTP server around functions or models.
 
 It serves `/v1/models`, `/v1/chat/completions` (with `usage`) and `/health` on the loopback
 interface only, so that the demo and the tests talk to experts exactly as they would to a provider.
-What the experts are is the caller's business: functions from request text and seed to reply text.
-Token counts in `usage` are words and signs, not those of any tokenizer. No streaming.
+What the experts are is the caller's business: functions from request text and seed to reply text,
+whose `usage` counts words and signs, or chat models (`rivet.experts.local_model`), which count
+their own tokens. No streaming.
 
 `rivet.experts.server_process` runs it as a child process.
 """
@@ -11,14 +12,15 @@ Token counts in `usage` are words and signs, not those of any tokenizer. No stre
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rivet.chat_api import RequestError, check_model, message_texts, read_body, read_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
@@ -36,22 +38,6 @@ class ServerError(RuntimeError):
     """The embedded server did not come up; the message ends with what it printed."""
 
 
-class RequestError(Exception):
-    """A request that the API refuses, as OpenAI would put it."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str = ""):
-        super().__init__(message)
-        self.status = status
-        self.body = {
-            "error": {
-                "message": message,
-                "type": "server_error" if status >= 500 else "invalid_request_error",
-                "param": param,
-                "code": code or None,
-            }
-        }
-
-
 # --- the application ----------------------------------------------------------------------------
 
 
@@ -65,8 +51,51 @@ class Question:
     prompt_tokens: int
 
 
-def build_app(experts: Mapping[str, ExpertFunction]) -> FastAPI:
-    """The web application that serves expert functions under their names as models."""
+@dataclass(frozen=True, slots=True)
+class ChatQuestion:
+    """The part of a chat completion request that a chat model sees.
+
+    Attributes:
+        messages: Each with `role` and `content`, text only.
+        max_tokens: Longest reply; None leaves it to the model.
+        temperature, top_p: As asked for; None leaves them to the model.
+        seed: 0 if none was sent.
+    """
+
+    messages: list[dict[str, str]]
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """What a chat model answers, with its own count of tokens."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str = "stop"
+
+
+class ChatModel(Protocol):
+    """An expert that reads whole conversations, many at the same time."""
+
+    async def complete(self, question: ChatQuestion) -> ChatCompletion:
+        """Answer one question, or raise `RequestError`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Called once, when the server stops."""
+        ...
+
+
+Expert = ExpertFunction | ChatModel
+
+
+def build_app(experts: Mapping[str, Expert]) -> FastAPI:
+    """The web application that serves experts under their names as models."""
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
@@ -82,8 +111,13 @@ def build_app(experts: Mapping[str, ExpertFunction]) -> FastAPI:
 
     async def chat_completions(request: Request) -> Response:
         try:
-            question = read_question(await _read_body(request), experts)
-            return JSONResponse(answer_question(question, experts[question.model]))
+            fields = read_object(await read_body(request, MAX_BODY_BYTES))
+            question = read_question(fields, experts)
+            expert = experts[question.model]
+            if callable(expert):
+                return JSONResponse(answer_question(question, expert))
+            reply = await expert.complete(read_chat_question(fields, question.seed))
+            return JSONResponse(completion_body(question.model, reply))
         except RequestError as error:
             return JSONResponse(error.body, status_code=error.status)
 
@@ -100,38 +134,13 @@ def build_app(experts: Mapping[str, ExpertFunction]) -> FastAPI:
     return app
 
 
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-def read_question(body: bytes, known: Mapping[str, Any]) -> Question:
+def read_question(fields: dict[str, Any], known: Mapping[str, Any]) -> Question:
     """Read and check the body of a chat completion request.
 
     Raises:
-        RequestError: The body is no JSON object, or a field is missing, wrong or not supported.
+        RequestError: A field is missing, wrong or not supported.
     """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError(400, "the body must be a JSON object")
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise RequestError(400, "model must be a non-empty string", param="model")
-    if model not in known:
-        names = ", ".join(known)
-        raise RequestError(
-            404,
-            f"no model {model!r}; expected one of {names}",
-            param="model",
-            code="model_not_found",
-        )
+    model = check_model(fields, known)
     if fields.get("stream"):
         raise RequestError(400, "streaming is not supported", param="stream")
     if fields.get("n") not in (None, 1):
@@ -139,31 +148,43 @@ def read_question(body: bytes, known: Mapping[str, Any]) -> Question:
     seed = fields.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise RequestError(400, "seed must be an integer", param="seed")
-    texts = _message_texts(fields.get("messages"))
+    texts = message_texts(fields.get("messages"))
     return Question(model, texts[-1], seed or 0, sum(map(count_tokens, texts)))
 
 
-def _message_texts(messages: Any) -> list[str]:
-    """Texts of the messages, the last one being the user's."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(400, "messages must be a non-empty list", param="messages")
-    texts = []
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(400, f"{where} must be an object with a role", param=where)
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = (
-                None if not all(isinstance(p, str) for p in parts) else "".join(map(str, parts))
-            )
-        if not isinstance(content, str):
-            raise RequestError(400, f"{where}.content must be text", param=f"{where}.content")
-        texts.append(content)
-    if messages[-1]["role"] != "user":
-        raise RequestError(400, "the last message must be the user's", param="messages")
-    return texts
+def read_chat_question(fields: dict[str, Any], seed: int) -> ChatQuestion:
+    """The rest of what a chat model needs, from a body that `read_question` has passed.
+
+    Raises:
+        RequestError: A field is wrong.
+    """
+    texts = message_texts(fields["messages"])
+    return ChatQuestion(
+        [{"role": m["role"], "content": t} for m, t in zip(fields["messages"], texts, strict=True)],
+        _max_tokens(fields),
+        _number(fields, "temperature", 0.0, 100.0),
+        _number(fields, "top_p", 1e-6, 1.0),
+        seed,
+    )
+
+
+def _max_tokens(fields: dict[str, Any]) -> int | None:
+    name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(400, f"{name} must be an integer of at least 1", param=name)
+    return value
+
+
+def _number(fields: dict[str, Any], name: str, low: float, high: float) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(400, f"{name} must be a number from {low:g} to {high:g}", param=name)
+    return float(value)
 
 
 def answer_question(question: Question, expert: ExpertFunction) -> dict[str, Any]:
@@ -176,23 +197,23 @@ def answer_question(question: Question, expert: ExpertFunction) -> dict[str, Any
         text = expert(question.text, question.seed)
     except Exception as error:  # the one boundary around foreign functions
         raise RequestError(500, f"{question.model} failed: {type(error).__name__}") from error
-    completion_tokens = count_tokens(text)
+    reply = ChatCompletion(text, question.prompt_tokens, count_tokens(text))
+    return completion_body(question.model, reply)
+
+
+def completion_body(model: str, reply: ChatCompletion) -> dict[str, Any]:
+    """A chat completion as OpenAI writes it."""
+    message = {"role": "assistant", "content": reply.text}
     return {
         "id": f"chatcmpl-{time.monotonic_ns():x}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": question.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "stop",
-            }
-        ],
+        "model": model,
+        "choices": [{"index": 0, "message": message, "finish_reason": reply.finish_reason}],
         "usage": {
-            "prompt_tokens": question.prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": question.prompt_tokens + completion_tokens,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         },
     }
 
@@ -203,12 +224,12 @@ def count_tokens(text: str) -> int:
 
 
 def run_server(
-    experts: Mapping[str, ExpertFunction], *, port: int = 0, parent_pid: int | None = None
+    experts: Mapping[str, Expert], *, port: int = 0, parent_pid: int | None = None
 ) -> None:
     """Serve until the process is stopped; prints the port once it listens.
 
     Args:
-        experts: Functions by name.
+        experts: Functions and models by name.
         port: 0 picks a free one.
         parent_pid: End as soon as this is no longer the parent process.
 
@@ -247,6 +268,9 @@ def run_server(
             await server.serve(sockets=[listener])
         finally:
             watch.cancel()
+            for expert in experts.values():
+                if not callable(expert):
+                    await expert.aclose()
 
     asyncio.run(serve())
 

@@ -1,4 +1,4 @@
-"""The embedded expert endpoint as a child process that ends when its parent does.
+"""A server as a child process that ends when its parent does: experts, or vLLM.
 
 The child is a command of its own, not a fork and not a spawned copy of this program, so that it
 imports no more than it needs.
@@ -35,13 +35,17 @@ class RunningServer:
 
 
 @contextmanager
-def start_server(command: Sequence[str], *, timeout_s: float = 60.0) -> Iterator[RunningServer]:
+def start_server(
+    command: Sequence[str], *, timeout_s: float = 60.0, name: str = "the expert server"
+) -> Iterator[RunningServer]:
     """Run a server command as a child process, wait until it answers, and stop it at the end.
 
     Args:
-        command: Ends in `run_server(..., parent_pid=os.getpid() of this process)`. It may contain
-            `{parent}`, which becomes this process's id.
+        command: Prints `READY_PREFIX` and its port, and ends when the process `{parent}` does,
+            which becomes this process's id: `run_server(..., parent_pid=...)` and
+            `rivet.rollout.vllm_guard` do.
         timeout_s: Seconds that it may take to answer.
+        name: What errors call it.
 
     Raises:
         ServerError: It ended, or did not answer in time.
@@ -54,12 +58,14 @@ def start_server(command: Sequence[str], *, timeout_s: float = 60.0) -> Iterator
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            yield RunningServer(_wait_until_ready(process, log, timeout_s), process.pid)
+            yield RunningServer(_wait_until_ready(process, log, timeout_s, name), process.pid)
         finally:
             _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes], timeout_s: float) -> int:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], log: IO[bytes], timeout_s: float, name: str
+) -> int:
     deadline = time.monotonic() + timeout_s
     pause_s = 0.01
     while time.monotonic() < deadline:
@@ -69,14 +75,12 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes], timeout_
             return int(found[1])
         if process.poll() is not None:
             raise ServerError(
-                f"the expert server ended with code {process.returncode} before it answered:\n"
+                f"{name} ended with code {process.returncode} before it answered:\n"
                 f"{printed[-2000:]}"
             )
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
-    raise ServerError(
-        f"the expert server did not answer within {timeout_s:g} s:\n{_printed(log)[-2000:]}"
-    )
+    raise ServerError(f"{name} did not answer within {timeout_s:g} s:\n{_printed(log)[-2000:]}")
 
 
 def _printed(log: IO[bytes]) -> str:

@@ -127,9 +127,9 @@ def test_the_value_of_a_key_variable_is_never_shown(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "experts.yaml:1: expected one key, `experts`; got none"),
-        ("- name: calc", "experts.yaml:1: expected one key, `experts`; got none"),
-        ("expert: []", "experts.yaml:1: expected one key, `experts`; got expert"),
+        ("", "experts.yaml:1: expected the key `experts`; got none"),
+        ("- name: calc", "experts.yaml:1: expected the key `experts`; got none"),
+        ("expert: []", "experts.yaml:1: expected the key `experts`; got expert"),
         ("experts: []", "experts.yaml:1: experts: expected a non-empty list of experts"),
         ("experts: {name: calc}", "experts.yaml:1: experts: expected a non-empty list"),
         ("experts:\n  - calc", "experts.yaml:2: expected `name: value` lines"),

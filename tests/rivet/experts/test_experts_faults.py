@@ -3,92 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import socket
 import time
 from email.utils import formatdate
 
 import pytest
-from misbehaving import completion, http, reset
+from misbehaving import FAULTS, completion, drip, hang, http
 
 from rivet.experts.pool import ExpertPool
-
-
-async def hang(reader, writer):
-    await reader.read()
-
-
-async def drip(reader, writer):
-    """Send a body that never ends, a byte at a time, for as long as anybody listens."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-    writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
-    while True:
-        writer.write(b"1\r\n \r\n")
-        await writer.drain()
-        await asyncio.sleep(0.01)
-
-
-async def flood(reader, writer):
-    """Send a body without a stated length that never ends."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
-    writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
-    while True:
-        writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
-        await writer.drain()
-
-
-async def reset_mid_body(reader, writer):
-    writer.write(http(completion())[:-20])
-    await writer.drain()
-    reset(writer)
-
-
-async def close_mid_body(reader, writer):
-    writer.write(http(completion())[:-20])
-    await writer.drain()
-    writer.close()
-
-
-async def reset_at_once(reader, writer):
-    reset(writer)
-
-
-TEXT = json.dumps(completion("<answer>\\boxed{42}</answer>")).encode()
-FAULTS = {
-    "truncated JSON": (http(TEXT[:-30]), "bad_response"),
-    "no JSON": (http(b"Service is fine, <b>really</b>"), "bad_response"),
-    "empty body": (http(b""), "bad_response"),
-    "deeply nested JSON": (http(b"[" * 100_000), "bad_response"),
-    "a list": (http([completion()]), "bad_response"),
-    "no choices": (http(completion(choices=[])), "bad_response"),
-    "choices of another type": (http(completion(choices={"0": "42"})), "bad_response"),
-    "a choice that is no object": (http(completion(choices=["42"])), "bad_response"),
-    "a message that is no object": (http(completion(choices=[{"message": "4"}])), "bad_response"),
-    "no text": (http(completion(None)), "bad_response"),
-    "blank text": (http(completion(" \n")), "bad_response"),
-    "text of another type": (http(completion([{"text": "42"}])), "bad_response"),
-    "an error with status 200": (http({"error": {"message": "no"}}), "bad_response"),
-    "HTML": (http(b"<html>42</html>", content_type="text/html"), "bad_response"),
-    "JSON said to be text": (http(TEXT, content_type="text/plain"), "bad_response"),
-    "no content type": (http(TEXT, content_type=""), "bad_response"),
-    "invalid UTF-8": (http(TEXT.replace(b"42", b"\xff\xfe")), "bad_response"),
-    "10 MB": (http(completion("4" * 10_000_000)), "bad_response"),
-    "an endless body": (flood, "bad_response"),
-    "a compressed body": (http(gzip.compress(TEXT), Content_Encoding="gzip"), "bad_response"),
-    "a huge error": (http(b"x" * 5_000_000, 500), "bad_response"),
-    "429": (http({}, 429), "rate_limited"),
-    "500": (http(b"oops", 500, content_type="text/plain"), "server_error"),
-    "503": (http({}, 503), "server_error"),
-    "408": (http({}, 408), "timeout"),
-    "400": (http({"error": {"message": "bad"}}, 400), "rejected"),
-    "401": (http({"error": {"message": "no"}}, 401), "rejected"),
-    "404": (http({"error": {"message": "no model"}}, 404), "rejected"),
-    "reset": (reset_at_once, "connection"),
-    "reset in the body": (reset_mid_body, "connection"),
-    "closed in the body": (close_mid_body, "connection"),
-    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "connection"),
-}
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))

@@ -68,12 +68,26 @@ async def test_usage_is_metered_and_priced(server, config):
     assert total.unmetered == 0
 
 
-@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": "many"}, {"completion_tokens": -5}])
-async def test_a_reply_without_usable_usage_is_kept_and_flagged(server, config, usage):
-    server.behaviours = [http(completion(usage=usage))]
-    async with ExpertPool([config()]) as pool:
-        reply = await pool.ask("algebra", "q")
-    assert (reply.status, reply.prompt_tokens, reply.completion_tokens) == ("ok", 0, 0)
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        # "What is 2+3?" has 12 bytes, "a longer reply" 14: a third each, rounded up.
+        (None, (4, 5)),
+        ([], (4, 5)),
+        ({"prompt_tokens": "many", "completion_tokens": True}, (4, 5)),
+        ({"completion_tokens": -5}, (4, 5)),
+        ({"prompt_tokens": 10**30, "completion_tokens": 0}, (4, 5)),
+        ({"prompt_tokens": 11}, (11, 5)),
+    ],
+)
+async def test_tokens_that_nobody_counted_are_estimated_and_flagged(server, config, usage, counted):
+    server.behaviours = [http(completion("a longer reply", usage=usage))]
+    prices = {"usd_per_million_prompt_tokens": 1.0, "usd_per_million_completion_tokens": 10.0}
+    async with ExpertPool([config(**prices)]) as pool:
+        reply = await pool.ask("algebra", "What is 2+3?")
+    assert (reply.status, reply.is_metered) == ("ok", False)
+    assert (reply.prompt_tokens, reply.completion_tokens) == counted
+    assert reply.cost_usd == pytest.approx((counted[0] + 10 * counted[1]) / 1e6)
     assert pool.totals["algebra"].unmetered == 1
 
 

@@ -1,0 +1,134 @@
+"""SQLite files that several processes write at the same time and that survive a kill.
+
+In WAL mode a commit is whole or absent, whatever kills the process. A commit is not forced to the
+disk one by one, so a power failure may lose the last ones, never the file. WAL needs a local disk:
+network file systems do not share its memory.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_BUSY_S = 30.0
+
+
+class DatabaseError(RuntimeError):
+    """A database cannot be opened, read or written; the message names it and says what to do."""
+
+
+class Database:
+    """One SQLite file with one schema.
+
+    Args:
+        path: The file; it is created with its folder.
+        schema: `CREATE TABLE IF NOT EXISTS ...` statements.
+        version: Of the schema; another one in the file is refused.
+        is_read_only: Create and write nothing.
+
+    Raises:
+        DatabaseError: It cannot be opened, or is none of ours.
+    """
+
+    def __init__(self, path: Path, schema: str, version: int, *, is_read_only: bool = False):
+        self.path = path
+        with self._explained():
+            if is_read_only:
+                self._connection = _connect_read_only(path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._connection = _connect(str(path))
+                _enter_wal_mode(self._connection)
+                with self.writing():
+                    found = self._version()
+                    if not found:
+                        for statement in schema.split(";"):
+                            self._connection.execute(statement)
+                        self._connection.execute(f"PRAGMA user_version = {version}")
+            found = self._version()
+        if found != version:
+            self.close()
+            raise DatabaseError(
+                f"{path}: schema {found}, this rivet reads and writes {version}; use another file, "
+                "or the rivet that wrote it"
+            )
+
+    def close(self) -> None:
+        """Close it. Closing twice is fine."""
+        self._connection.close()
+
+    def rows(self, statement: str, values: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+        """Run a query.
+
+        Raises:
+            DatabaseError: It failed.
+        """
+        with self._explained():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction that no other process can come between.
+
+        Raises:
+            DatabaseError: It failed; nothing of it is kept.
+        """
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise DatabaseError(
+                f"{self.path}: {error}; expected a database that this rivet wrote, on a local disk "
+                "with room: repair that, or remove the file to start a new one"
+            ) from error
+
+
+def _connect(name: str, *, is_uri: bool = False) -> sqlite3.Connection:
+    # One event loop uses it at a time, not always in the thread that opened it.
+    return sqlite3.connect(
+        name, timeout=_BUSY_S, isolation_level=None, uri=is_uri, check_same_thread=False
+    )
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    uri = path.resolve().as_uri()
+    connection = _connect(f"{uri}?mode=ro", is_uri=True)
+    try:
+        connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.OperationalError:
+        # WAL needs a writable folder even to read; nobody writes where we cannot.
+        connection.close()
+        connection = _connect(f"{uri}?immutable=1", is_uri=True)
+    return connection
+
+
+def _enter_wal_mode(connection: sqlite3.Connection) -> None:
+    """Switch to WAL; while another process does the same, SQLite refuses instead of waiting."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("PRAGMA synchronous = NORMAL")
