@@ -7,12 +7,14 @@ run folder holds one as `checkpoint/`. Errors name the file, before anything lar
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rivet.settings import FILE_NAME, ProtocolSettings
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
     from rivet.tokenization import ProtocolTokenizer
@@ -90,24 +92,41 @@ def load_tokenizer(folder: Path) -> ProtocolTokenizer:
     return tokenizer
 
 
-def check_checkpoint(folder: str | Path) -> ProtocolSettings:
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """A checked checkpoint, short of its weights: where it lies, how it speaks, its tokenizer."""
+
+    folder: Path
+    settings: ProtocolSettings
+    tokenizer: ProtocolTokenizer
+
+
+def check_checkpoint(
+    folder: str | Path, *, default: ProtocolSettings | None = None
+) -> OpenedCheckpoint:
     """Open everything that a checkpoint folder holds, short of loading its weights.
 
-    Returns:
-        Its protocol settings.
+    Args:
+        folder: The checkpoint.
+        default: Settings of one without `rivet.json`, such as a pretrained model; None refuses it.
 
     Raises:
         CheckpointError: Something is missing, broken, or does not fit the rest.
-        rivet.settings.SettingsError: It has no `rivet.json`, or one of another version.
+        rivet.settings.SettingsError: It has no `rivet.json` and there is no default, or it has one
+            of another version.
     """
     from transformers import AutoConfig
 
     folder = Path(folder)
-    settings = ProtocolSettings.load(folder)
+    if default is not None and folder.is_dir() and not (folder / FILE_NAME).exists():
+        settings = default
+    else:
+        settings = ProtocolSettings.load(folder)
     check_weights(folder)
     tokenizer = load_tokenizer(folder)
-    if (folder / "adapter_config.json").is_file():
-        return settings  # the model's own configuration is with its base
+    opened = OpenedCheckpoint(folder, settings, tokenizer)
+    if is_adapter(folder):
+        return opened  # the model's own configuration is with its base
     try:
         size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     except (OSError, ValueError, AttributeError) as error:
@@ -117,7 +136,7 @@ def check_checkpoint(folder: str | Path) -> ProtocolSettings:
             f"{folder}: the tokenizer has {len(tokenizer.token_bytes)} tokens, the model {size}; "
             "expected the tokenizer that the model was trained with"
         )
-    return settings
+    return opened
 
 
 def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> PreTrainedModel:
@@ -137,8 +156,8 @@ def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> 
     check_weights(folder)
     torch_dtype: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        if (folder / "adapter_config.json").is_file():
-            return _merge_adapter(folder, base_model, torch_dtype).eval()
+        if is_adapter(folder):
+            return _load_merged(folder, base_model, torch_dtype).eval()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype, output_loading_info=True
         )
@@ -156,8 +175,13 @@ def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> 
     return model.eval()
 
 
-def _merge_adapter(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel:
-    """Base model plus adapter, added in float32: in 16 bits the sum would be rounded twice."""
+def is_adapter(folder: Path) -> bool:
+    """Whether a checkpoint holds a PEFT adapter instead of whole weights."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def _load_merged(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel:
+    """Base model plus adapter."""
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -165,6 +189,23 @@ def _merge_adapter(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel
     if not base:
         raise CheckpointError(f"{folder}: the adapter names no base model; set --base_model")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    kept = model.dtype
-    adapted = PeftModel.from_pretrained(model.float(), str(folder))
-    return adapted.merge_and_unload(safe_merge=True).to(kept)
+    return merge_adapter(PeftModel.from_pretrained(model, str(folder)))
+
+
+def merge_adapter(adapted: PeftModel) -> PreTrainedModel:
+    """Add an adapter to the weights of its base and return the base.
+
+    Each sum is made in float32 and rounded once; in 16 bits it would be rounded twice. One layer
+    at a time is held in float32.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            weight: Any = module.get_base_layer().weight
+            kept = weight.dtype
+            weight.data = weight.data.float()
+            module.merge(safe_merge=True)
+            weight = module.get_base_layer().weight
+            weight.data = weight.data.to(kept)
+    return adapted.unload()

@@ -17,27 +17,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import (
-    Any,
-    Generic,
-    NoReturn,
-    TypeVar,
-    get_type_hints,
-)
+from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
 
 import yaml
 
+from rivet.config_help import help_text, init_fields, shown, to_plain
 from rivet.typed_values import Mismatch, describe, first_fit, fits
 
 C = TypeVar("C")
 
-_FOREIGN = ("trl", "transformers")
-_SECRET_ENDINGS = ("_token", "api_key", "password", "secret")
 _MISSING = dataclasses.MISSING
 
 
@@ -90,6 +81,7 @@ def parse_config(
     prog: str,
     description: str = "",
     positional: Sequence[str] = (),
+    check: Callable[[C], None] | None = None,
 ) -> Parsed[C]:
     """Read a command line: `[RECIPE.yaml] [--name value ...]`.
 
@@ -103,6 +95,8 @@ def parse_config(
         description: What the command does, for `--help`.
         positional: Names of fields that plain arguments fill, in order. With any, a recipe is
             given as `--config FILE` only.
+        check: Looks at what only the command can judge, such as the settings of other commands
+            inside these, and raises `ConfigError`; runs before `--dry-run` prints.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if any(token in ("-h", "--help") for token in argv):
@@ -111,6 +105,8 @@ def parse_config(
     try:
         recipe, settings, flags = _read_arguments(cls, argv, positional)
         config, values, given = _resolve(cls, recipe, settings)
+        if check is not None:
+            check(config)
     except ConfigError as error:
         _exit_with_faults(error, prog)
     if "dry_run" in flags:
@@ -127,60 +123,6 @@ def load_config(cls: type[C], recipe: str | Path | None = None, **overrides: Any
     """
     settings = [_Setting("override", name, (value,)) for name, value in overrides.items()]
     return _resolve(cls, None if recipe is None else Path(recipe), settings)[0]
-
-
-def to_plain(value: Any) -> Any:
-    """Turn a configuration into JSON types; values of secret fields are withheld.
-
-    Only what a constructor takes is kept, so that the result can be read back as a recipe.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return to_plain(items)
-    if isinstance(value, Mapping):
-        return {str(k): "<withheld>" if _is_secret(k, v) else to_plain(v) for k, v in value.items()}
-    if isinstance(value, Enum):
-        return to_plain(value.value)
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(to_plain, value))
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
-
-
-def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """Fields that this project declares, without those inherited from TRL and transformers."""
-    return [f for f in _init_fields(cls).values() if not _is_foreign(_owner(cls, f.name))]
-
-
-def help_text(
-    cls: type, *, prog: str, description: str = "", positional: Sequence[str] = ()
-) -> str:
-    """The `--help` page: our own settings first, then the inherited ones by class."""
-    plain = " ".join(name.upper() for name in positional) or "[RECIPE.yaml]"
-    lines = [f"usage: {prog} {plain} [--name value ...] [--dry-run] [--help]", ""]
-    if description:
-        lines += [textwrap.fill(description, 98), ""]
-    if positional:
-        lines += _entry("--config FILE", "A YAML recipe with any of the settings below.")
-    else:
-        lines += _entry("RECIPE.yaml", "Settings; also --config FILE. --name value overrides them.")
-    lines += _entry("--dry-run", "Print the resolved settings as YAML and stop.")
-    hints = _hints(cls)
-    fields = _init_fields(cls)
-    own = {f.name for f in own_fields(cls)}
-    groups: dict[str, list[str]] = {}
-    for name in fields:
-        title = "settings" if name in own else f"from {_owner(cls, name).__name__}"
-        groups.setdefault(title, []).append(name)
-    for title in ["settings", *(f"from {base.__name__}" for base in cls.__mro__)]:
-        if title in groups:
-            lines += ["", f"{title}:"]
-            for name in groups[title]:
-                lines += _entry(f"--{name} {describe(hints[name])}", _help_of(fields[name]))
-    return "\n".join(lines)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -250,7 +192,7 @@ def _setting_of_tokens(cls: type, where: str, name: str, tokens: list[str]) -> _
 
 
 def _takes_bare(cls: type, name: str) -> bool:
-    hint = _hints(cls).get(name, bool)
+    hint = get_type_hints(cls).get(name, bool)
     return fits(True, hint) or fits([], hint)
 
 
@@ -308,7 +250,7 @@ def _resolve(
     cls: type[C], recipe: Path | None, overrides: list[_Setting]
 ) -> tuple[C, dict[str, Any], frozenset[str]]:
     """Check every setting, then build. Returns the config, its arguments and the names set."""
-    fields, hints = _init_fields(cls), _hints(cls)
+    fields, hints = init_fields(cls), get_type_hints(cls)
     faults: list[str] = []
     given: dict[str, Any] = {}
     for setting in [*(_read_recipe(recipe) if recipe else []), *overrides]:
@@ -359,58 +301,12 @@ def _complaint(setting: _Setting, hint: Any) -> str:
     elif not isinstance(got, list | dict) and fits("text", hint):
         near = "; put it in quotes"
     kind = "" if got is None or isinstance(got, bool) else f" ({describe(type(got))})"
-    return f"got {_shown(got)}{kind}, expected {expected}{near}"
-
-
-def _shown(value: Any) -> str:
-    """A value as a recipe would have it."""
-    text = yaml.safe_dump(to_plain(value), default_flow_style=True, width=1000, allow_unicode=True)
-    return text.strip().removesuffix("...").strip()
+    return f"got {shown(got)}{kind}, expected {expected}{near}"
 
 
 def _nearest(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-# --- dataclasses --------------------------------------------------------------------------------
-
-
-def _init_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(cls) if f.init}
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _owner(cls: type, name: str) -> type:
-    """The class that declares a field, the most derived one if several do."""
-    return next(c for c in cls.__mro__ if name in c.__dict__.get("__annotations__", {}))
-
-
-def _is_foreign(owner: type) -> bool:
-    return owner.__module__.split(".")[0] in _FOREIGN
-
-
-def _is_secret(name: Any, value: Any) -> bool:
-    return isinstance(value, str) and str(name).lower().endswith(_SECRET_ENDINGS)
-
-
-def _help_of(item: dataclasses.Field[Any]) -> str:
-    text = " ".join(str(item.metadata.get("help", "")).replace("%%", "%").split())
-    if item.default is not _MISSING:
-        default = item.default
-    elif item.default_factory is not _MISSING:
-        default = item.default_factory()
-    else:
-        return f"{text} (required)".strip()
-    return f"{text} (default: {_shown(default)})".strip()
-
-
-def _entry(head: str, text: str) -> list[str]:
-    body = textwrap.wrap(text, 92) or [""]
-    return [f"  {head}", *(f"      {line}" for line in body)]
 
 
 def _exit_with_faults(error: ConfigError, prog: str) -> NoReturn:

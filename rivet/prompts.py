@@ -6,6 +6,8 @@ is rendered once around a marker, and the problem's own ids are put in the marke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer, TokenizerError
 from rivet.trajectory import Mode
@@ -47,12 +49,20 @@ class PromptBuilder:
         """The controller's tokenizer, which reads what the prompts lead to."""
         return self._tokenizer
 
-    def build(self, problem: str, mode: Mode = "experts") -> tuple[int, ...]:
-        """Prompt ids of a problem, shape (n,). `experts` and `local` share one prompt."""
+    def build(
+        self, problem: str, mode: Mode = "experts", context: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Prompt ids of a problem, shape (n,). `experts` and `local` share one prompt.
+
+        Args:
+            problem: Its statement, untrusted.
+            mode: The condition.
+            context: Token ids of ours that go behind the problem (`rivet.latent`).
+        """
         if mode not in self._around:
             self._around[mode] = self._render(mode)
         before, after = self._around[mode]
-        return (*before, *self._tokenizer.encode_untrusted(problem), *after)
+        return (*before, *self._tokenizer.encode_untrusted(problem), *context, *after)
 
     def system_message(self, mode: Mode) -> str:
         """The instructions for a mode; empty for `bare` prompts."""

@@ -23,6 +23,7 @@ Rules that callers rely on:
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -195,22 +196,34 @@ class Scanner:
         """All tokens so far as segments; each token has exactly one author and one kind."""
         return merge_runs(self._ids, self._authors, self.kinds(), self._logprobs)
 
-    def kinds(self) -> list[Kind]:
-        """Kind per token, shape (T,). Marks win over spans; a name wins over the tag around it."""
+    def settled(self) -> int:
+        """How many tokens have the kind that they will keep, whatever follows."""
+        at = self._position
+        if self._stack and self.spans[self._stack[0]].name == "answer":
+            at = min(at, self.spans[self._stack[0]].start)  # its boxes are found when it closes
+        return bisect_right(self._ends, at)
+
+    def kinds(self, first: int = 0) -> list[Kind]:
+        """Kind per token, shape (T - first,), from the token `first` on.
+
+        Marks win over spans; a name wins over the tag around it.
+        """
+        base = self._ends[first - 1] if first else 0
+        size = len(self._text) + 1 - base
         # White space between spans is structure; stray text there is marked by `_skip`.
-        kind_of_byte: list[Kind] = ["format"] * (len(self._text) + 1)
+        kind_of_byte: list[Kind] = ["format"] * size
         for span in self.spans:  # parents come before their children
-            kind_of_byte[span.start : span.end] = [_SPAN_TO_KIND[span.name]] * (
-                span.end - span.start
-            )
+            start, end = max(0, span.start - base), max(0, span.end - base)
+            kind_of_byte[start:end] = [_SPAN_TO_KIND[span.name]] * (end - start)
         if self._stack:
             kind_of_byte[-1] = _SPAN_TO_KIND[self.spans[self._stack[-1]].name]
-        marks: list[Kind | None] = [None] * (len(self._text) + 1)
+        marks: list[Kind | None] = [None] * size
         for start, end, kind in self._marks:
+            start, end = max(0, start - base), max(0, end - base)
             marks[start:end] = [kind] * (end - start)
         kinds: list[Kind] = []
         start = 0
-        for end in self._ends:
+        for end in (end - base for end in self._ends[first:]):
             touched = marks[start:end]
             if "route" in touched:
                 kinds.append("route")
@@ -228,14 +241,8 @@ class Scanner:
 
     def _author_at(self, offset: int) -> Author:
         """Author of the token that holds a byte of the text."""
-        low, high = 0, len(self._ends)
-        while low < high:
-            middle = (low + high) // 2
-            if self._ends[middle] > offset:
-                high = middle
-            else:
-                low = middle + 1
-        return self._authors[low] if low < len(self._authors) else self._authors[-1]
+        n = bisect_right(self._ends, offset)
+        return self._authors[n] if n < len(self._authors) else self._authors[-1]
 
     def _read(self, *, final: bool) -> None:
         """Consume every complete tag; keep the end of open spans at the end of the text."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rivet.config import to_plain
+from rivet.config_help import to_plain
 from rivet.files import (
     atomic_write_json,
     atomic_write_text,

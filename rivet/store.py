@@ -104,6 +104,13 @@ class TrajectoryStore:
         for shard in self.shards():
             yield from self.read_shard(shard)
 
+    def batches(self, columns: list[str], size: int = 1024) -> Iterator[pa.RecordBatch]:
+        """Columns of every trajectory in order of shard, at most `size` rows at a time."""
+        for shard in self.shards():
+            self._check_version(shard)
+            with pq.ParquetFile(self.folder / f"{shard}.parquet") as file:
+                yield from file.iter_batches(size, columns=columns)
+
     def load(self) -> list[Trajectory]:
         """Every trajectory, in order of shard."""
         return list(self)

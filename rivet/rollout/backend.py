@@ -1,7 +1,7 @@
 """The one interface between the rollout engine and whatever samples from the controller.
 
-Implementations: `rivet.rollout.local` (transformers in process). Token ids go in and come out;
-nothing is rendered or tokenised on the way.
+Implementations: `rivet.rollout.local` (transformers in process) and `rivet.rollout.vllm_backend`
+(vLLM servers). Token ids go in and come out; nothing is rendered or tokenised on the way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class Generation:
 
 
 class Backend(Protocol):
-    """Samples continuations. Safe to call from many coroutines of one event loop."""
+    """Samples continuations. Safe to call from many coroutines of one event loop.
+
+    A backend whose attribute `streams` is True also takes `on_token`, called in the caller's event
+    loop with each token id as soon as it is sampled, before `generate` returns.
+    """
 
     async def generate(
         self,
@@ -88,3 +92,29 @@ class Backend(Protocol):
     async def release(self, session: str) -> None:
         """Forget a session's state."""
         ...
+
+
+def room_for(prompt_ids: Sequence[int], max_new_tokens: int, max_context: int, remedy: str) -> int:
+    """Tokens that fit behind a prompt, at least 1.
+
+    Args:
+        prompt_ids: The prompt, shape (n,).
+        max_new_tokens: What the caller wants sampled at most.
+        max_context: Longest context in tokens, prompt included.
+        remedy: What to do about a prompt that fills the context.
+
+    Raises:
+        ValueError: There is no prompt, or nothing to sample.
+        BackendError: The prompt fills the context.
+    """
+    if not prompt_ids or max_new_tokens < 1:
+        raise ValueError(
+            f"got {len(prompt_ids)} prompt tokens and max_new_tokens {max_new_tokens}; "
+            "expected at least 1 of each"
+        )
+    room = max_context - len(prompt_ids)
+    if room < 1:
+        raise BackendError(
+            f"the prompt has {len(prompt_ids)} tokens; expected less than {max_context}: {remedy}"
+        )
+    return room

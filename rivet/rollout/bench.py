@@ -177,20 +177,20 @@ def summarise(rates: Rates) -> dict[str, Any]:
     return figures
 
 
-def mini_model() -> tuple[torch.nn.Module, ProtocolTokenizer]:
-    """A random model of the mini-world controller's shape, over a made-up byte vocabulary."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+def mini_model(
+    tokenizer: ProtocolTokenizer | None = None, *, context: int = 1024
+) -> tuple[torch.nn.Module, ProtocolTokenizer]:
+    """A random model of the mini-world controller's shape.
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*alphabet, *(a + b for a in alphabet[:20] for b in alphabet[:20])][:640]
-    tokenizer = Tokenizer(models.BPE(vocab={p: n for n, p in enumerate(pieces)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    protocol = ProtocolTokenizer(fast)
+    Args:
+        tokenizer: Whose vocabulary it has; None makes one up, of bytes and pairs of bytes.
+        context: Longest context in tokens.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = tokenizer or _byte_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(protocol.token_bytes),
+        vocab_size=len(tokenizer.token_bytes),
         hidden_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -199,9 +199,25 @@ def mini_model() -> tuple[torch.nn.Module, ProtocolTokenizer]:
         intermediate_size=256,
         tie_word_embeddings=True,
         initializer_range=0.04,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.eos_id,
     )
-    return Qwen3ForCausalLM(config).eval(), protocol
+    return Qwen3ForCausalLM(config).eval(), tokenizer
+
+
+def _byte_tokenizer() -> ProtocolTokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, *(a + b for a in alphabet[:20] for b in alphabet[:20])][:640]
+    tokenizer = Tokenizer(models.BPE(vocab={p: n for n, p in enumerate(pieces)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    return ProtocolTokenizer(fast)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rivet.rollout.fast_step import fast_step, is_supported
+from rivet.rollout.fast_step import FastStep, is_supported
 from rivet.rollout.kv_cache import ATTENTION, SlotCache
 from rivet.rollout.sampling import Sampler
-from rivet.rollout.slots import Call, Slot
+from rivet.rollout.slots import Call, Slot, SlotTable
 
 # Tokens of one prefill forward, padding included; bounds its memory and its delay for others.
 _PREFILL_TOKENS = 4096
 _LONGEST_CONTEXT = 4096
+# Decode steps that one attention mask serves.
+_AHEAD = 32
 
 
 class SlotDecoder:
@@ -47,7 +49,7 @@ class SlotDecoder:
         self._cache = SlotCache(
             max_batch, self.max_context, device=weight.device, dtype=weight.dtype
         )
-        self._is_fast = is_supported(self._model)
+        self._fast = FastStep(self._model, allowed) if is_supported(self._model) else None
         self._batch: _Batch | None = None
         self._was_training: list[torch.nn.Module] = []
 
@@ -55,6 +57,28 @@ class SlotDecoder:
         """Empty the cache."""
         self._cache.clear()
         self._batch = None
+
+    def weights_changed(self) -> None:
+        """Read the weights anew."""
+        if self._fast is not None:
+            self._fast.forget()
+        self._batch = None
+
+    def gather(self, calls: list[Call], table: SlotTable) -> None:
+        """Bring the slots of these calls to the front of the cache, in their order.
+
+        A batch in one block is read in place; elsewhere every step would copy all of it.
+        """
+        if [call.slot.row for call in calls] == list(range(len(calls))):
+            return
+        inside = [call for call in calls if call.slot.row < len(calls)]
+        outside = [call for call in calls if call.slot.row >= len(calls)]
+        holes = sorted(set(range(len(calls))) - {call.slot.row for call in inside})
+        pairs = list(zip(holes, (call.slot.row for call in outside), strict=True))
+        length = max(table.swap(one, other) for one, other in pairs) if pairs else 0
+        if length:
+            self._cache.swap(pairs, length)
+        calls.sort(key=lambda call: call.slot.row)
 
     def copy_prefix(self, source: Slot, length: int, targets: Sequence[Slot]) -> None:
         """Let slots hold what another holds of its first tokens."""
@@ -91,13 +115,25 @@ class SlotDecoder:
     def decode(self, calls: list[Call]) -> tuple[list[int], list[float]]:
         """One more token of every call. The same list means the same rows as in the last step."""
         batch = self._batch
+        mask = None
         if batch is None or batch.calls is not calls:
             batch = self._batch = _Batch(calls, self._device)
-        mask = self._cache.begin(
-            batch.rows, batch.positions, is_real=batch.is_real, length=batch.length
-        )
-        step = self._fast if self._is_fast else self._forward
-        logits = step(batch.ids, batch.positions, mask)
+            if self._fast is not None:
+                self._fast.refresh()
+        else:
+            mask = self._cache.advance()
+        if mask is None:
+            mask = self._cache.begin(
+                batch.rows,
+                batch.positions,
+                is_real=batch.is_real,
+                length=batch.length,
+                ahead=_AHEAD,
+            )
+        if self._fast is not None:
+            logits = self._fast(batch.ids, batch.positions, mask, self._cache)
+        else:
+            logits = self._forward(batch.ids, batch.positions, mask)
         for call in calls:
             call.slot.seen.append(call.ids[-1])
         tokens, logprobs = batch.sampler(logits, batch.positions_to_sample)
@@ -122,11 +158,6 @@ class SlotDecoder:
         finally:
             self._config._attn_implementation = previous
         return output.logits[:, -1]
-
-    def _fast(
-        self, ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        return fast_step(self._model, ids, position_ids, mask, self._cache)
 
     def enter_eval(self) -> None:
         """Switch the model to evaluation, remembering which parts were training."""

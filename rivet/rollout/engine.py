@@ -5,7 +5,8 @@ slowest. The controller samples until it closes a request or a program, the engi
 reply or the output, and so on until the end of the turn. Whatever fails outside the controller
 (an expert, the sandbox, the backend) ends the trajectory with a typed `fault` and never looks like
 a wrong answer; what the controller gets wrong itself ends it as `malformed`, `fabricated_output`,
-`budget` or `length`.
+`budget` or `length`. A trajectory that is not done at its deadline is given up and marked late, so
+that a group shrinks rather than waits.
 
 In `experts` mode a request is intercepted at `</expert>`. In every other mode the controller goes
 on to write the reply itself; its programs run wherever it wrote them, except in `no-python` and
@@ -19,9 +20,8 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from rivet.experts.types import ExpertReply, Experts
+from rivet.experts.types import ExpertReply, Experts, sample_key
 from rivet.protocol import (
     STOP_EXPERT,
     STOP_OUTPUT,
@@ -31,12 +31,13 @@ from rivet.protocol import (
     split_reply,
 )
 from rivet.rollout.backend import Backend, BackendError
+from rivet.rollout.live import Live, OnTokens
 from rivet.rollout.splice import Splice, Splicer
-from rivet.rollout.types import RolloutLimits, RolloutRequest
+from rivet.rollout.types import LATE, RolloutLimits, RolloutRequest, Sandbox, check_prompts
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Author, CodeRun, ExpertCall, Finish, Mode, Trajectory
-from sandbox import ExecutionResult, SandboxError
+from sandbox import SandboxError
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,6 @@ _STOPS: dict[Mode, tuple[str, ...]] = {
     "plain": (),
 }
 _FORBIDDEN: dict[Mode, str] = {"no-expert": "<expert ", "no-python": "<python>"}
-
-
-class Sandbox(Protocol):
-    """Where programs run; `sandbox.PythonSandbox` is one."""
-
-    async def run(self, code: str) -> ExecutionResult:
-        """Run a program; never raises for what it does."""
-        ...
 
 
 class RolloutEngine:
@@ -97,16 +90,30 @@ class RolloutEngine:
             for mode, tag in _FORBIDDEN.items()
         }
 
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the backend takes, prompt included; None if it does not say."""
+        return getattr(self.backend, "max_context", None)
+
     def banned_ids(self, mode: Mode) -> tuple[int, ...]:
         """Tokens that open what a mode forbids, where the vocabulary has such tokens."""
         return self._banned.get(mode, ())
 
-    async def rollout(self, request: RolloutRequest) -> Trajectory:
+    async def rollout(
+        self, request: RolloutRequest, *, on_tokens: OnTokens | None = None
+    ) -> Trajectory:
         """Sample one trajectory; infrastructure faults come back as `Trajectory.fault`.
+
+        Args:
+            request: What to sample.
+            on_tokens: Called with every run of tokens of the completion as it comes, in order: one
+                token at a time from a backend that streams, else what each call sampled.
 
         Raises:
             ValueError: The mode needs experts or a sandbox and the engine has none.
+            PromptTooLongError: The prompt fills the backend's context: the problem's fault.
         """
+        check_prompts({request.problem_id: len(request.prompt_ids)}, self.max_context)
         if request.mode == "experts" and self.experts is None:
             raise ValueError("mode `experts` needs experts; pass RolloutEngine(experts=...)")
         if request.mode not in ("no-python", "plain") and self.sandbox is None:
@@ -114,7 +121,7 @@ class RolloutEngine:
                 f"mode `{request.mode}` runs programs; pass RolloutEngine(sandbox=...)"
             )
         session = f"{request.id}/{next(self._numbers)}"
-        rollout = _Rollout(self, request, session)
+        rollout = _Rollout(self, request, session, Live(on_tokens, self.backend))
         try:
             return await rollout.run()
         finally:
@@ -167,31 +174,42 @@ class _End(Exception):
 class _Rollout:
     """The state of one trajectory under way."""
 
-    def __init__(self, engine: RolloutEngine, request: RolloutRequest, session: str) -> None:
+    def __init__(
+        self, engine: RolloutEngine, request: RolloutRequest, session: str, live: Live
+    ) -> None:
         self._engine = engine
         self._request = request
         self._session = session
+        self._live = live
         self._limits = engine.limits
         self._splicer = engine.splicer
         self._scanner = Scanner(engine.tokenizer)
         self._context = list(request.prompt_ids)
         # A backend with a shorter context ends the trajectory there: `length`, not a fault.
-        room = getattr(engine.backend, "max_context", None)
+        room = engine.max_context
         self._left = engine.limits.max_completion_length
-        if room is not None and room > len(request.prompt_ids):
+        if request.max_completion_length is not None:
+            self._left = min(self._left, request.max_completion_length)
+        if room is not None:
             self._left = min(self._left, room - len(request.prompt_ids))
         self._closed = 0  # closed spans that have been dealt with
         self._calls: list[ExpertCall] = []
         self._runs: list[CodeRun] = []
 
     async def run(self) -> Trajectory:
-        """Sample to the end."""
+        """Sample to the end, or to the deadline: what is awaited then is cancelled."""
+        deadline = asyncio.timeout(self._request.deadline_s)
         try:
-            while True:
-                await self._sample()
-                await self._act()
+            async with deadline:
+                while True:
+                    await self._sample()
+                    await self._act()
         except _End as end:
             return self._trajectory(end)
+        except TimeoutError:
+            if not deadline.expired():  # somebody else's
+                raise
+            return self._trajectory(_End("fault", fault=LATE))
 
     async def _sample(self) -> None:
         """Let the controller write on until something is to be done."""
@@ -207,6 +225,7 @@ class _Rollout:
                 seed=request.seed,
                 banned_ids=self._engine.banned_ids(request.mode),
                 session=self._session,
+                **self._live.watch(),
             )
         except BackendError as error:
             logger.warning("rollout %s: the backend failed: %s", request.id, error)
@@ -217,6 +236,7 @@ class _Rollout:
     def _append(
         self, author: Author, ids: Sequence[int], logprobs: Sequence[float] | None = None
     ) -> None:
+        self._live.append(ids, author)
         self._scanner.feed(ids, author, logprobs)
         self._context.extend(ids)
         self._left -= len(ids)
@@ -283,7 +303,7 @@ class _Rollout:
 
     async def _ask(self, name: str, request: str) -> ExpertReply:
         assert self._engine.experts is not None
-        key = f"{self._request.id}/{len(self._calls)}"
+        key = sample_key(self._request.seed, self._request.id, len(self._calls))
         reply = await self._engine.experts.ask(name, request, sample_key=key)
         self._calls.append(
             ExpertCall(

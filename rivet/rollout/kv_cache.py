@@ -4,7 +4,8 @@ The model's own forward runs on top of it, for any causal language model of `tra
 layers all have full attention and call the library's attention interface. A caller says which slots
 take part and where each token goes (`begin`), then runs the forward with the mask that it got.
 Right of a row's last token the slots hold rubbish that the mask hides; padding is written to one
-extra column that is never read.
+extra column that is never read. Rows that are a block at the front are read in place, so a caller
+that decodes for long had better `swap` its rows there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class SlotCache(Cache):
         self._rows = min(slots, 8)
         self._columns = min(max_context, _FIRST_COLUMNS)
         self._read: int | torch.Tensor = 0  # so many rows at the front, or which ones
-        self._length = 0
+        self._length = self._last = 0
+        self._mask = self._visible = torch.zeros(0)
         self._write_rows = self._write_columns = torch.zeros(0, dtype=torch.long)
         self._write_flat: dict[int, torch.Tensor] = {}
 
@@ -45,7 +47,13 @@ class SlotCache(Cache):
         self._keys, self._values = [], []
 
     def begin(
-        self, rows: Sequence[int], positions: torch.Tensor, *, is_real: torch.Tensor, length: int
+        self,
+        rows: Sequence[int],
+        positions: torch.Tensor,
+        *,
+        is_real: torch.Tensor,
+        length: int,
+        ahead: int = 0,
     ) -> torch.Tensor:
         """Prepare a forward over some slots.
 
@@ -54,12 +62,14 @@ class SlotCache(Cache):
             positions: Position of each token, shape (B, Q); 0 for padding.
             is_real: False for padding, shape (B, Q).
             length: One past the largest position, L.
+            ahead: So many forwards may follow by `advance`; Q must be 1 then.
 
         Returns:
             The additive attention mask for it, shape (B, 1, Q, L).
         """
         self._reserve(max(rows) + 1, length)
         self._length = length
+        length = self._last = min(length + ahead, self._columns)
         contiguous = list(rows) == list(range(len(rows)))
         index = torch.tensor(rows, device=self._device)
         self._read = len(rows) if contiguous else index
@@ -70,7 +80,34 @@ class SlotCache(Cache):
         hidden = columns > positions[..., None]  # (B, Q, L)
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         mask.masked_fill_(hidden, torch.finfo(self._dtype).min)
-        return mask[:, None]
+        self._mask = mask[:, None]
+        self._visible = positions[:, 0] + length * torch.arange(len(rows), device=self._device)
+        return self._mask[..., : self._length]
+
+    def advance(self) -> torch.Tensor | None:
+        """Prepare the forward after a `begin` with one token a row: each row's next position.
+
+        Returns:
+            The mask, of one more column; None where `begin` is needed again.
+        """
+        if self._length >= self._last:
+            return None
+        self._length += 1
+        self._visible += 1
+        self._mask.view(-1).index_fill_(0, self._visible, 0.0)
+        for flat in self._write_flat.values():
+            flat += 1
+        return self._mask[..., : self._length]
+
+    def swap(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
+        """Exchange the first columns of pairs of rows; no row occurs twice."""
+        self._reserve(max(map(max, pairs)) + 1, length)
+        one, other = zip(*pairs, strict=True)
+        source = torch.tensor([*one, *other], device=self._device)
+        target = torch.tensor([*other, *one], device=self._device)
+        for stored in (*self._keys, *self._values):
+            part = stored[:, :, :length]
+            part.index_copy_(0, target, part.index_select(0, source))
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first columns of one row to others."""

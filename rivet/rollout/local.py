@@ -17,12 +17,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from rivet.rollout.backend import BackendError, Generation, SamplingParams
+from rivet.rollout.backend import BackendError, Generation, SamplingParams, room_for
 from rivet.rollout.decoder import SlotDecoder, prefill_groups
 from rivet.rollout.sampling import Draw
 from rivet.rollout.slots import Call, Slot, SlotTable, split_shared
@@ -48,6 +48,8 @@ class LocalBackend:
         ValueError: The model has layers that are not full attention, or a prompt-learning adapter.
     """
 
+    streams = True  # `generate` takes `on_token`
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -70,7 +72,9 @@ class LocalBackend:
         self._admitted: list[Call] = []  # have a slot, not yet prefilled
         self._active: list[Call] = []
         self._done: list[tuple[Call, Generation | BackendError]] = []
+        self._fresh: list[tuple[Call, int]] = []  # sampled tokens that somebody watches
         self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._epoch_of_weights = 0
         # Shared with the callers' threads, under the condition:
         self._condition = threading.Condition()
         self._arrived: list[Call] = []
@@ -95,22 +99,18 @@ class LocalBackend:
         seed: int,
         banned_ids: Sequence[int] = (),
         session: str | None = None,
+        on_token: Callable[[int], None] | None = None,
     ) -> Generation:
         """Sample a continuation; see `rivet.rollout.backend.Backend.generate`.
 
         At the end of the context (`max_context`) it stops with finish_reason `length`.
         """
-        if not prompt_ids or max_new_tokens < 1:
-            raise ValueError(
-                f"got {len(prompt_ids)} prompt tokens and max_new_tokens {max_new_tokens}; "
-                "expected at least 1 of each"
-            )
-        room = self.max_context - len(prompt_ids)
-        if room < 1:
-            raise BackendError(
-                f"the prompt has {len(prompt_ids)} tokens; expected less than {self.max_context}: "
-                "raise max_context, or lower the limits of the rollout"
-            )
+        room = room_for(
+            prompt_ids,
+            max_new_tokens,
+            self.max_context,
+            remedy="raise max_context, or lower the limits of the rollout",
+        )
         loop = asyncio.get_running_loop()
         call = Call(
             list(prompt_ids),
@@ -120,6 +120,7 @@ class LocalBackend:
             session,
             loop.create_future(),
             loop,
+            on_token,
         )
         with self._condition:
             if self._is_closed:
@@ -198,6 +199,9 @@ class LocalBackend:
 
     def _iterate(self) -> None:
         self._decoder.enter_eval()
+        if self._epoch != self._epoch_of_weights:
+            self._epoch_of_weights = self._epoch
+            self._decoder.weights_changed()
         while self._waiting:
             call = self._waiting[0]
             if not call.is_cancelled:
@@ -211,6 +215,7 @@ class LocalBackend:
             now, remaining = split_shared(remaining)
             self._prefill(now)
         if self._active:
+            self._decoder.gather(self._active, self._table)
             self._take(self._active, *self._decoder.decode(self._active))
 
     def _copy_prefixes(self, calls: Sequence[Call]) -> None:
@@ -230,7 +235,7 @@ class LocalBackend:
                 self._table.list_prefix(call)
             started = set(group)
             self._admitted = [call for call in self._admitted if call not in started]
-            self._active = sorted([*self._active, *group], key=lambda call: call.slot.row)
+            self._active = [*self._active, *group]
             self._take(group, *sampled)
 
     def _take(self, calls: Sequence[Call], tokens: list[int], logprobs: list[float]) -> None:
@@ -239,6 +244,8 @@ class LocalBackend:
         for call, token, logprob in zip(calls, tokens, logprobs, strict=True):
             call.ids.append(token)
             call.logprobs.append(logprob)
+            if call.on_token is not None:
+                self._fresh.append((call, token))
             reason = self._finish_reason(call)
             if reason is not None:
                 self._done.append((call, Generation(call.ids, call.logprobs, reason)))
@@ -268,9 +275,10 @@ class LocalBackend:
         """Hand results to the event loops that wait for them."""
         if not (self._active or self._waiting):
             self._decoder.leave_eval()  # first: a trainer goes on as soon as it has the last one
+        fresh, self._fresh = self._fresh, []
         done, self._done = self._done, []
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Any]]] = {}
-        for call, result in done:
+        for call, result in (*fresh, *done):
             by_loop.setdefault(call.loop, []).append((call, result))
         for loop, results in by_loop.items():
             try:
@@ -280,8 +288,12 @@ class LocalBackend:
 
 
 def _resolve(results: list[tuple[Call, Any]]) -> None:
+    """Hand over tokens (ints) and results, in the order in which they came."""
     for call, result in results:
         if call.future.done():
+            continue
+        if isinstance(result, int) and call.on_token is not None:
+            call.on_token(result)
             continue
         if isinstance(result, BaseException):
             call.future.set_exception(result)

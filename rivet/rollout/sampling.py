@@ -18,6 +18,9 @@ import torch
 from rivet.rollout.backend import SamplingParams
 
 _MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
+# Below it, scores divided by a temperature overflow and a nucleus rounds to nothing: the limit of
+# both is the likeliest token.
+_SMALLEST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,12 @@ class Sampler:
         params = [draw.params for draw in draws]
         self._device = device
         self._seeds = np.array([draw.seed & int(_MASK) for draw in draws], dtype=np.uint64)
-        greedy = [p.temperature == 0 for p in params]
+        greedy = [p.temperature < _SMALLEST for p in params]
         self._all_greedy = all(greedy)
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
-        temperatures = [p.temperature or 1.0 for p in params]
+        temperatures = [
+            1.0 if is_greedy else p.temperature for p, is_greedy in zip(params, greedy, strict=True)
+        ]
         self._temperatures = (
             None
             if all(t == 1.0 for t in temperatures)
@@ -78,7 +83,7 @@ class Sampler:
         self._truncated: dict[tuple[int, float], torch.Tensor] = {}
         groups: dict[tuple[int, float], list[int]] = {}
         for n, p in enumerate(params):
-            if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1):
+            if not greedy[n] and (p.top_k > 0 or p.top_p < 1):
                 groups.setdefault((p.top_k, p.top_p), []).append(n)
         for key, rows in groups.items():
             self._truncated[key] = torch.tensor(rows, device=device)
@@ -134,5 +139,5 @@ def truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         # The token that crosses the threshold stays, so at least one always does.
-        ordered = ordered.masked_fill(before >= top_p, -torch.inf)
+        ordered = ordered.masked_fill(before >= max(top_p, _SMALLEST), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rivet.rollout.backend import Generation
@@ -25,6 +25,7 @@ class Call:
     session: str | None
     future: asyncio.Future[Generation]
     loop: asyncio.AbstractEventLoop
+    on_token: Callable[[int], None] | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_cancelled: bool = False
@@ -80,7 +81,7 @@ class SlotTable:
 
     def clear(self) -> None:
         """Empty every slot, whoever uses it."""
-        self._slots = [Slot(slot.row) for slot in self._slots]
+        self._slots = [Slot(row) for row in range(len(self._slots))]
         self._by_session.clear()
         self._by_prefix.clear()
 
@@ -115,6 +116,13 @@ class SlotTable:
         slot = self._by_session.pop(session, None)
         if slot is not None:
             slot.session = None
+
+    def swap(self, one: int, other: int) -> int:
+        """Exchange the rows of two slots; so many columns of the cache go with them."""
+        slots = self._slots
+        slots[one], slots[other] = slots[other], slots[one]
+        slots[one].row, slots[other].row = one, other
+        return max(len(slots[one].seen), len(slots[other].seen))
 
     def list_prefix(self, call: Call) -> None:
         """Let others find the slot of a call whose prompt has been computed."""

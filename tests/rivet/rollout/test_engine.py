@@ -18,7 +18,7 @@ from rivet.rollout.backend import BackendError, Generation, SamplingParams
 from rivet.rollout.engine import RolloutEngine
 from rivet.rollout.runner import EngineRunner
 from rivet.rollout.stops import StopStrings
-from rivet.rollout.types import RolloutLimits, RolloutRequest
+from rivet.rollout.types import LATE, PromptTooLongError, RolloutLimits, RolloutRequest
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import TAG_NAMES, ProtocolTokenizer
 from rivet.trajectory import Trajectory
@@ -141,7 +141,7 @@ async def test_a_request_is_intercepted_and_the_reply_spliced(tokenizer) -> None
     got = await engine.rollout(REQUEST)
     assert text_of(engine, got) == ASK + '<reply name="calc">It is 42.</reply>' + ANSWER
     assert (got.finish, got.well_formed, got.answer) == ("answer", True, "\\boxed{42}")
-    assert engine.experts.asked == [("calc", "6*7?", "p1#5@4/0")]
+    assert engine.experts.asked == [("calc", "6*7?", "b/p1#5@4/0")]
     assert_sound(engine, got)
     assert got.fault is None and got.outcome is None and got.reward is None
     assert (got.seed, got.step, got.sample_index, got.info) == (11, 4, 5, {"family": "gcd"})
@@ -386,6 +386,49 @@ async def test_a_shorter_context_of_the_backend_is_length_and_no_fault(tag_token
     engine.backend.max_context = 13
     got = await engine.rollout(REQUEST)
     assert (got.finish, got.fault, len(got.completion_ids)) == ("length", None, 10)
+
+
+async def test_a_prompt_that_fills_the_context_is_the_problems_fault(tag_tokenizer) -> None:
+    engine = build_engine(tag_tokenizer, ANSWER)
+    engine.backend.max_context = len(REQUEST.prompt_ids)
+    with pytest.raises(PromptTooLongError, match=r"p1 \(3 tokens\); expected fewer than 3 tokens"):
+        await engine.rollout(REQUEST)
+    assert not engine.backend.calls
+
+
+async def test_at_its_deadline_a_trajectory_is_late_and_the_others_are_not(tag_tokenizer) -> None:
+    scripts = {n: f'<expert name="calc">{n}</expert>{ANSWER}' for n in ("slow", "quick")}
+    meeting = Meeting()
+    backend = ByProblem(tag_tokenizer, scripts)
+    engine = RolloutEngine(
+        backend,
+        tag_tokenizer,
+        ProtocolSettings(after_tag=""),
+        experts=meeting,
+        sandbox=FakeSandbox(),
+    )
+    meeting.open["quick"] = asyncio.Event()
+    meeting.open["quick"].set()
+    slow, quick = await engine.rollouts(
+        [
+            replace(REQUEST, problem_id="slow", deadline_s=0.05),
+            replace(REQUEST, problem_id="quick", deadline_s=600.0),
+        ]
+    )
+    assert (slow.finish, slow.fault, slow.answer) == ("fault", LATE, None)
+    assert text_of(engine, slow) == '<expert name="calc">slow</expert>'  # what it has is kept
+    assert (quick.finish, quick.fault) == ("answer", None)
+
+
+async def test_a_timeout_that_is_not_the_deadlines_is_no_late_trajectory(tag_tokenizer) -> None:
+    engine = build_engine(tag_tokenizer, ASK)
+
+    async def fail(*args: Any, **kwargs: Any) -> Generation:
+        raise TimeoutError("from elsewhere")
+
+    engine.backend.generate = fail
+    with pytest.raises(TimeoutError, match="elsewhere"):
+        await engine.rollout(replace(REQUEST, deadline_s=600.0))
 
 
 async def test_long_replies_and_outputs_are_cut_visibly_and_closed(tokenizer) -> None:

@@ -110,3 +110,12 @@ def test_a_large_vocabulary_never_yields_a_token_without_mass() -> None:
 def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="expected finite temperature >= 0"):
         SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize("value", [1e-7, 1e-300, 5e-324])
+def test_a_vanishing_temperature_or_nucleus_takes_the_best_token(value: float) -> None:
+    logits = [0.0, 3.0, 1.0, 2.9]
+    for params in (SamplingParams(temperature=value), SamplingParams(top_p=value)):
+        ids, logprobs = draw_many(logits, params)
+        assert set(ids.tolist()) == {1}
+        assert bool(torch.isfinite(logprobs).all())
