@@ -31,7 +31,7 @@ def gather(runs: Sequence[Path], tokenizer: ProtocolTokenizer | None = None) -> 
         ReportError: A run has no results, no curves and no trajectories.
     """
     found: dict[str, Any] = {"rows": [], "phases": [], "comparisons": []}
-    found |= {"curves": {}, "stores": {}, "tokenizer": {}, "config": {}}
+    found |= {"curves": {}, "stores": {}, "tokenizer": {}, "weights": {}, "config": {}}
     for run in runs:
         results = _results_of(run)
         for name, values in results.items():
@@ -49,6 +49,7 @@ def gather(runs: Sequence[Path], tokenizer: ProtocolTokenizer | None = None) -> 
         if reader is not None:
             found["stores"] |= stores
             found["tokenizer"] |= dict.fromkeys(stores, reader)
+            found["weights"] |= _weights_of(run, stores)
         elif stores:
             logger.warning("%s: no checkpoint to read its trajectories with; give --tokenizer", run)
         found["config"][str(run)] = _read_json(run / "config.json")
@@ -98,6 +99,21 @@ def _named_parts(run: Path, pattern: str, with_run: bool) -> dict[str, Path]:
         inside = run.resolve().name if inside == "." else inside
         parts[f"{run.resolve().name}: {inside}" if with_run else inside] = path
     return parts
+
+
+def _weights_of(run: Path, stores: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What Stage II runs in the folder weighed the tokens of these stores with, by label."""
+    weights: dict[str, dict[str, Any]] = {}
+    for path in _in_order(run, "**/finished.json"):
+        table = (_read_json(path).get("results") or {}).get("token_weights")
+        config = _read_json(path.parent / "config.json").get("config") or {}
+        source = config.get("trajectories")
+        if not isinstance(table, dict) or not isinstance(source, str):
+            continue
+        for label, store in stores.items():
+            if Path(source).resolve() in (store.resolve(), store.parent.resolve()):
+                weights.setdefault(label, {})[f"Stage II ({path.parent.name})"] = table
+    return weights
 
 
 def _read_json(path: Path) -> dict[str, Any]:

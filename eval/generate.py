@@ -19,7 +19,7 @@ import asyncio
 import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -27,10 +27,11 @@ from tqdm import tqdm
 from data.problems import Problem
 from eval.grade import Grades, grade_trajectory
 from eval.store_settings import check_store_settings, sampling_settings
+from rivet.experts.ledger import BudgetExceededError
 from rivet.prompts import PromptBuilder
 from rivet.protocol import parse
 from rivet.rollout.backend import SamplingParams
-from rivet.rollout.types import RolloutRequest, rollout_seed
+from rivet.rollout.types import RolloutRequest, check_prompts, rollout_seed
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Mode, Trajectory
@@ -55,8 +56,26 @@ class Rollouts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How rows are sampled: arguments of `sample` that a command's settings give."""
+
+    mode: Mode
+    sampling: SamplingParams
+    samples_per_problem: int = 1
+    seed: int = 0
+    shard_size: int = 256
+    concurrency: int = 256
+    max_attempts: int = 3
+    max_fault_rate: float = 0.1
+
+    def arguments(self) -> dict[str, Any]:
+        """For `sample(..., **spec.arguments())`."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
 @dataclass(slots=True)
-class _Job:
+class Job:
     """One row to sample."""
 
     problem: Problem
@@ -112,13 +131,18 @@ async def sample(
         FaultRateError: Infrastructure faults above `max_fault_rate`.
         SamplingError: Bad arguments, or rows in the store that this run would not sample.
         GoldError: A problem cannot be graded against.
+        BudgetExceededError: The budget for experts is spent; finished rows are in the store.
     """
     if min(samples_per_problem, shard_size, concurrency, max_attempts) < 1:
         raise SamplingError(
             "expected samples_per_problem, shard_size, concurrency and max_attempts of at least "
             f"1, got {samples_per_problem}, {shard_size}, {concurrency} and {max_attempts}"
         )
-    jobs = _plan(problems, prompts, mode, sampling, samples_per_problem, seed, step)
+    jobs = plan(problems, prompts, mode, sampling, samples_per_problem, seed, step)
+    check_prompts(
+        {job.problem.id: len(job.request.prompt_ids) for job in jobs.values()},
+        getattr(engine, "max_context", None),
+    )
     check_store_settings(
         store.folder,
         sampling_settings(
@@ -157,7 +181,7 @@ async def sample(
     return [run.rows[row_id] for row_id in jobs]
 
 
-def _plan(
+def plan(
     problems: Sequence[Problem],
     prompts: PromptBuilder,
     mode: Mode,
@@ -165,9 +189,9 @@ def _plan(
     samples_per_problem: int,
     seed: int,
     step: int,
-) -> dict[str, _Job]:
+) -> dict[str, Job]:
     """Every row of the run by its id, problem after problem."""
-    jobs: dict[str, _Job] = {}
+    jobs: dict[str, Job] = {}
     for problem in problems:
         prompt_ids = prompts.build(problem.problem, mode)
         for index in range(samples_per_problem):
@@ -183,7 +207,7 @@ def _plan(
             )
             if request.id in jobs:
                 raise SamplingError(f"problem id {problem.id!r} occurs twice; expected unique ids")
-            jobs[request.id] = _Job(problem, request)
+            jobs[request.id] = Job(problem, request)
     return jobs
 
 
@@ -193,7 +217,7 @@ def _info(problem: Problem) -> dict[str, Any]:
     return {"source": problem.source, "kind": problem.kind, "gold": problem.answer} | labels
 
 
-def _resume(store: TrajectoryStore, jobs: Mapping[str, _Job]) -> dict[str, Trajectory]:
+def _resume(store: TrajectoryStore, jobs: Mapping[str, Job]) -> dict[str, Trajectory]:
     """Rows that are there already; those that were left faulted are dropped, to run again."""
     # Dropped before anything is sampled: a kill then leaves rows missing, never doubled.
     (store.folder / f"{FAULTS_SHARD}.parquet").unlink(missing_ok=True)
@@ -239,12 +263,18 @@ class _Run:
         taken = [int(s.removeprefix("part-")) for s in store.shards() if s.startswith("part-")]
         self.next_shard = max(taken, default=-1) + 1
 
-    async def drain(self, pending: deque[_Job], concurrency: int) -> None:
+    async def drain(self, pending: deque[Job], concurrency: int) -> None:
         """Work through the queue; whatever happens, finished rows are written."""
 
+        over_budget: list[BudgetExceededError] = []
+
         async def work() -> None:
-            while pending:
-                await self._attempt(pending.popleft(), pending)
+            while pending and not over_budget:
+                try:
+                    await self._attempt(pending.popleft(), pending)
+                except BudgetExceededError as error:
+                    # No row comes of it. The others finish: what they were told is paid for.
+                    over_budget.append(error)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -256,16 +286,18 @@ class _Run:
             self._flush()
             if self.left_faulted:
                 self.store.write(FAULTS_SHARD, self.left_faulted)
+        if over_budget:
+            raise over_budget[0]
         if len(self.left_faulted) > self.max_fault_rate * len(self.rows):
             raise self._too_many_faults()
 
-    async def _attempt(self, job: _Job, pending: deque[_Job]) -> None:
+    async def _attempt(self, job: Job, pending: deque[Job]) -> None:
         trajectory = job.ungraded or await self.engine.rollout(job.request)
         self.attempts += 1
         if trajectory.fault is None:
             job.ungraded = trajectory
             trajectory = await self._grade(job, trajectory)
-        fault = _fault_of(trajectory)
+        fault = fault_of(trajectory)
         if fault is not None:
             job.faults.append(fault)
             self.faults[fault] += 1
@@ -279,16 +311,16 @@ class _Run:
                 return
         self._finish(job, trajectory, is_faulted=fault is not None)
 
-    async def _grade(self, job: _Job, trajectory: Trajectory) -> Trajectory:
+    async def _grade(self, job: Job, trajectory: Trajectory) -> Trajectory:
         routes = [
             span.expert
             for span in parse(self.tokenizer, trajectory.completion_ids, trajectory.authors).spans
             if span.name == "expert" and span.author == "controller"
         ]
         trajectory = replace(trajectory, info=trajectory.info | {"routes": routes})
-        return await grade_trajectory(self.grader, job.problem, trajectory, self.tokenizer)
+        return await grade_trajectory(self.grader, job.problem, trajectory)
 
-    def _finish(self, job: _Job, trajectory: Trajectory, *, is_faulted: bool) -> None:
+    def _finish(self, job: Job, trajectory: Trajectory, *, is_faulted: bool) -> None:
         if job.faults:
             trajectory = replace(trajectory, info=trajectory.info | {"faults": job.faults})
         self.rows[trajectory.id] = trajectory
@@ -321,7 +353,7 @@ class _Run:
         )
 
 
-def _fault_of(trajectory: Trajectory) -> str | None:
+def fault_of(trajectory: Trajectory) -> str | None:
     """The infrastructure fault that voids a row, None if it has a verdict."""
     if trajectory.fault is not None:
         return trajectory.fault

@@ -1,8 +1,8 @@
 """From a problem and a trajectory to a verdict: the one place that maps them to the grader's terms.
 
 A trajectory's answer is its final answer span; in `plain` mode, where no tags are offered, the
-grader reads the whole completion. Faults of the grader are outcomes of their own and carry no
-reward.
+engine gives the whole completion for it. Faults of the grader are outcomes of their own and carry
+no reward.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from data.problems import Problem, load_problems
 from rivet.grading.grader import Grader, Request
 from rivet.grading.verdict import BadRequest, Grade, Kind
 from rivet.rewards import outcome_reward
-from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
+
+_SHOWN = 200  # faults in one message
 
 
 class GoldError(ValueError):
@@ -61,12 +62,12 @@ def load_gradable(path: str | Path) -> list[Problem]:
 
     Raises:
         ProblemFileError: The file is broken.
-        GoldError: Golds are unusable; the first few are named.
+        GoldError: Golds are unusable; each is named.
     """
     problems = load_problems(path)
-    faults = _gold_faults(problems)
+    faults = gold_faults(problems)
     if faults:
-        shown = [f"{path}: problem {i!r}: {what}" for i, what in list(faults.items())[:5]]
+        shown = [f"{path}: problem {i!r}: {what}" for i, what in list(faults.items())[:_SHOWN]]
         raise GoldError(
             "\n  ".join(shown)
             + f"\n{len(faults)} of {len(problems)} problems cannot be graded; expected golds that "
@@ -75,7 +76,7 @@ def load_gradable(path: str | Path) -> list[Problem]:
     return problems
 
 
-def _gold_faults(problems: Sequence[Problem]) -> dict[str, str]:
+def gold_faults(problems: Sequence[Problem]) -> dict[str, str]:
     """Problem id -> what makes its gold unusable; those that can be graded are left out."""
     faults: dict[str, str] = {}
     to_parse: list[Problem] = []
@@ -99,13 +100,6 @@ def _gold_faults(problems: Sequence[Problem]) -> dict[str, str]:
     return faults
 
 
-def answer_text(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> str | None:
-    """Text that the grader reads; None if the trajectory gave no answer."""
-    if trajectory.answer is None and trajectory.mode == "plain":
-        return tokenizer.decode(trajectory.completion_ids)
-    return trajectory.answer
-
-
 async def grade_answer(grader: Grades, problem: Problem, text: str | None) -> Grade:
     """Grade an answer to a problem; None is no answer.
 
@@ -121,11 +115,16 @@ async def grade_answer(grader: Grades, problem: Problem, text: str | None) -> Gr
         raise GoldError(f"problem {problem.id}: cannot be graded: {error}") from error
 
 
-async def grade_trajectory(
-    grader: Grades, problem: Problem, trajectory: Trajectory, tokenizer: ProtocolTokenizer
-) -> Trajectory:
-    """A copy of the trajectory with outcome, reward, and the extracted answer in its info."""
-    grade = await grade_answer(grader, problem, answer_text(trajectory, tokenizer))
-    info = trajectory.info | {"extracted": grade.extracted, "reason": grade.reason}
+async def grade_trajectory(grader: Grades, problem: Problem, trajectory: Trajectory) -> Trajectory:
+    """A copy of the trajectory with outcome and reward, and in its info what the grader read.
+
+    `answer_source` tells answers in a box from those of a final line, which only `eval` mode reads.
+    """
+    grade = await grade_answer(grader, problem, trajectory.answer)
+    info = trajectory.info | {
+        "extracted": grade.extracted,
+        "reason": grade.reason,
+        "answer_source": grade.source,
+    }
     graded = replace(trajectory, outcome=grade.outcome, info=info)
     return replace(graded, reward=outcome_reward(graded))

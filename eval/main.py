@@ -1,4 +1,4 @@
-"""Evaluate one checkpoint under several conditions, on the mini-world's test set or any JSONL.
+"""Evaluate one checkpoint under several conditions: the mini-world, benchmarks, or any JSONL.
 
     OUTPUT_DIR/
       config.json, log.txt, finished.json     the run (`rivet.runs`)
@@ -18,26 +18,32 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from data.problems import Problem
 from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
-from eval.generate import sample
-from eval.grade import load_gradable
-from eval.runtime import Runtime, open_runtime
+from eval.generate import SampleSpec, sample
+from eval.problem_sets import MiniWorldSplit, load_problem_sets
+from eval.ray_shards import listed_experts, open_actors
+from eval.ray_worker import RuntimeSpec, backend_settings
+from eval.runtime import Runtime, expert_cards, find_model, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
-from rivet.checkpoints import check_checkpoint
+from rivet.checkpoints import Dtype, OpenedCheckpoint, check_checkpoint
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
+from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
+from rivet.prompts import PromptBuilder
 from rivet.rollout.backend import SamplingParams
+from rivet.rollout.backend_settings import MAY_CHANGE, BackendSettings
 from rivet.runs import RunDir
+from rivet.settings import FILE_NAME, ProtocolSettings
 from rivet.store import TrajectoryStore
-from rivet.trajectory import MODES, Mode
+from rivet.trajectory import MODES, Mode, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +60,14 @@ def _setting(default: Any, text: str) -> Any:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(BackendSettings):
     """Settings of an evaluation."""
 
-    model: str = _setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
+    model: str = _setting(
+        "",
+        "Checkpoint folder, or a pretrained chat model: its folder or its name on the Hub. "
+        "Required.",
+    )
     output_dir: str = _setting("runs/eval", "The run folder.")
     overwrite: bool = _setting(False, "Replace an evaluation that is there.")
     label: str = _setting("", "The checkpoint's name in tables; empty takes it from its folder.")
@@ -65,12 +75,24 @@ class EvalConfig:
         default_factory=lambda: ["experts", "local"],
         metadata={"help": "Conditions to evaluate under, in order."},
     )
-    problems: str = _setting(
-        "miniworld", "Test problems: a .jsonl or .jsonl.gz file, or `miniworld`."
+    problems: str | list[str] = _setting(
+        "miniworld",
+        "Test problems, one or several of: `miniworld`, benchmarks and suites (`rivet benchmarks` "
+        "lists them), files (.jsonl, .jsonl.gz, .parquet).",
+    )
+    data_dir: str | None = _setting(
+        None, "Folder with copies of the benchmarks; null takes the Hub, or its cache offline."
+    )
+    skip: list[str] = field(
+        default_factory=list, metadata={"help": "Benchmarks to leave out of the suites."}
     )
     problems_per_family: int = _setting(100, "Test problems of each mini-world family, at least 1.")
     split: Literal["test", "validation"] = _setting("test", "Split of the mini-world.")
-    limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
+    limit: int | None = _setting(
+        None,
+        "So many problems of each set only, at least 1: the first of a file, a fixed choice of a "
+        "benchmark.",
+    )
     experts: str = _setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )
@@ -86,11 +108,17 @@ class EvalConfig:
     grading: Literal["reward", "eval"] = _setting(
         "reward", "`reward` reads boxes only; `eval` may fall back to a final `Answer:` line."
     )
+    dtype: Dtype = _setting("auto", "Number format of the weights; `auto` keeps theirs.")
     batch_size: int = _setting(96, "Trajectories in flight, at least 1.")
     shard_size: int = _setting(256, "Rows per shard of the store, at least 1.")
     max_attempts: int = _setting(3, "Tries of a row that infrastructure voids, at least 1.")
     max_fault_rate: float = _setting(
         0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
+    )
+    ray: int = _setting(
+        0,
+        "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
+        "process alone.",
     )
 
     def __post_init__(self) -> None:
@@ -106,6 +134,11 @@ class EvalConfig:
             raise ValueError("max_attempts and limit: expected at least 1")
         if not 0 <= self.max_fault_rate <= 1:
             raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
+        if self.ray < 0:
+            raise ValueError(f"ray is {self.ray}; expected a number of actors, or 0")
+        self.check_backend()
+        if not self.problem_sets():
+            raise ValueError("problems is empty; expected at least one set")
         if self.samples_per_problem > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_problem is {self.samples_per_problem} at temperature 0, which gives "
@@ -116,6 +149,23 @@ class EvalConfig:
     def sampling(self) -> SamplingParams:
         """How the controller samples."""
         return SamplingParams(self.temperature, self.top_p, self.top_k)
+
+    def problem_sets(self) -> list[str]:
+        """What `problems` names, as a list."""
+        return [self.problems] if isinstance(self.problems, str) else list(self.problems)
+
+    def how(self, mode: Mode) -> SampleSpec:
+        """How the rows of a condition are sampled."""
+        return SampleSpec(
+            mode,
+            self.sampling(),
+            samples_per_problem=self.samples_per_problem,
+            seed=self.seed,
+            shard_size=self.shard_size,
+            concurrency=self.batch_size,
+            max_attempts=self.max_attempts,
+            max_fault_rate=self.max_fault_rate,
+        )
 
     def checkpoint_label(self) -> str:
         """The checkpoint's name in tables: `runs/x/stage1/checkpoint` is `stage1`."""
@@ -138,7 +188,8 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
         EvalError: No checkpoint, or no experts for the condition that needs them.
         rivet.checkpoints.CheckpointError, rivet.settings.SettingsError: It is no checkpoint.
         rivet.experts.config.ExpertsFileError: The experts file is broken.
-        data.problems.ProblemFileError: The problems file is broken.
+        data.problems.ProblemFileError: A problems file is broken.
+        data.benchmarks.BenchmarkError: A benchmark is unknown or absent.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     if not config.model:
@@ -150,15 +201,20 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
             "condition `experts` needs experts: give an experts.yaml, leave the condition out, or "
             "use `rivet eval`, which serves the embedded ones"
         )
-    check_checkpoint(config.model)
-    if "experts" in config.conditions and experts is None:
-        load_experts(config.experts)  # before the run folder: its faults are the command's
+    # Everything that can be wrong shows before the run folder is made: faults of the command.
+    checkpoint = open_checkpoint(config, experts)
     problems, competent = load_test_set(config)
     output = Path(config.output_dir)
     with RunDir.open(
         output, config, stage="eval", overwrite=config.overwrite, may_change=_NO_RESULT
     ) as folder:
-        rows = asyncio.run(_evaluate(config, experts, problems, competent, output))
+        with stop_at_budget():
+            if config.ray:
+                rows = _share_out(config, checkpoint, experts, problems, competent, output)
+            else:
+                rows = asyncio.run(
+                    _evaluate(config, checkpoint, experts, problems, competent, output)
+                )
         comparisons = _compare_conditions(config, output)
         results = {"rows": rows, "comparisons": comparisons}
         folder.write_json("results.json", results)
@@ -190,22 +246,40 @@ def main(
     return 0
 
 
+def open_checkpoint(config: EvalConfig, experts: Experts | None = None) -> OpenedCheckpoint:
+    """Find and check the model, short of its weights; one without rivet.json is a pretrained one.
+
+    Raises:
+        CheckpointError, SettingsError: It is no checkpoint.
+        rivet.tokenization.TokenizerError: It has no chat template, or one without use here.
+        rivet.experts.config.ExpertsFileError: The experts file is broken.
+    """
+    folder = find_model(config.model)
+    opened = check_checkpoint(folder, default=ProtocolSettings())
+    if "experts" in config.conditions:
+        cards = expert_cards(experts or config.experts)  # reads the file, whoever needs the cards
+        if not (folder / FILE_NAME).is_file():
+            opened = replace(opened, settings=ProtocolSettings(experts=cards))
+    prompts = PromptBuilder(opened.tokenizer, opened.settings)
+    for condition in config.conditions:
+        prompts.build("", condition)
+    return opened
+
+
 def load_test_set(config: EvalConfig) -> tuple[list[Problem], Mapping[str, str]]:
     """The problems, and the expert that knows each family (empty outside the mini-world)."""
-    competent: Mapping[str, str] = {}
-    if config.problems == "miniworld":
-        from data.miniworld.experts import route
-        from data.miniworld.tasks import FAMILIES, build_split
-
-        problems = build_split(config.split, config.problems_per_family, config.problems_seed)
-        competent = {family: route(family) for family in FAMILIES}
-    else:
-        problems = load_gradable(config.problems)
-    return problems[: config.limit], competent
+    return load_problem_sets(
+        config.problem_sets(),
+        mini_world=MiniWorldSplit(config.split, config.problems_per_family, config.problems_seed),
+        data_dir=config.data_dir,
+        skip=config.skip,
+        limit=config.limit,
+    )
 
 
 async def _evaluate(
     config: EvalConfig,
+    checkpoint: OpenedCheckpoint,
     experts: Experts | None,
     problems: list[Problem],
     competent: Mapping[str, str],
@@ -216,11 +290,14 @@ async def _evaluate(
             stack.push_async_callback(close)  # its connections belong to this event loop
         runtime = await stack.enter_async_context(
             open_runtime(
-                config.model,
+                checkpoint,
                 experts=(experts or config.experts) if "experts" in config.conditions else None,
                 max_completion_length=config.max_completion_length,
                 max_batch=config.batch_size,
                 grading=config.grading,
+                dtype=config.dtype,
+                run_dir=output,
+                sampler=config,
             )
         )
         return [
@@ -244,18 +321,55 @@ async def _evaluate_condition(
         runtime.grader,
         problems,
         prompts=runtime.prompts,
-        mode=mode,
-        sampling=config.sampling(),
-        samples_per_problem=config.samples_per_problem,
-        seed=config.seed,
         store=TrajectoryStore(folder / STORE),
-        shard_size=config.shard_size,
-        concurrency=config.batch_size,
-        max_attempts=config.max_attempts,
-        max_fault_rate=config.max_fault_rate,
         settings=runtime.describe(mode),
         progress=f"{label}/{mode}",
+        **config.how(mode).arguments(),
     )
+    return _finish_condition(config, trajectories, competent, mode, folder)
+
+
+def _share_out(
+    config: EvalConfig,
+    checkpoint: OpenedCheckpoint,
+    experts: Experts | None,
+    problems: list[Problem],
+    competent: Mapping[str, str],
+    output: Path,
+) -> list[dict[str, Any]]:
+    """The same rows from Ray actors."""
+    listed = None
+    if "experts" in config.conditions:
+        listed = listed_experts(experts) if experts else load_experts(config.experts)
+    spec = RuntimeSpec(
+        checkpoint,
+        experts=listed,
+        max_completion_length=config.max_completion_length,
+        max_batch=config.batch_size,
+        grading=config.grading,
+        dtype=config.dtype,
+        run_dir=output.absolute(),
+        sampler=backend_settings(config),
+    )
+    rows = []
+    with open_actors(spec, config.ray) as actors:
+        for mode in config.conditions:
+            store = TrajectoryStore(output / mode / STORE)
+            label = f"{config.checkpoint_label()}/{mode}"
+            trajectories = actors.sample(problems, config.how(mode), store=store, progress=label)
+            rows.append(_finish_condition(config, trajectories, competent, mode, output / mode))
+    return rows
+
+
+def _finish_condition(
+    config: EvalConfig,
+    trajectories: list[Trajectory],
+    competent: Mapping[str, str],
+    mode: Mode,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write what a condition came to; its row of the results."""
+    label = config.checkpoint_label()
     summary = summarise(trajectories, competent=competent)
     row = {"checkpoint": label, "condition": mode, **summary}
     row = {name: row[name] for name in _ROW} | row
@@ -278,7 +392,7 @@ def _compare_conditions(config: EvalConfig, output: Path) -> list[dict[str, Any]
 
 _DESCRIPTION = "Evaluate a checkpoint with experts, without them, and under ablated conditions."
 # Settings that change how a run goes on, but no row of it.
-_NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate", "label")
+_NO_RESULT = (*"batch_size shard_size max_attempts max_fault_rate label ray".split(), *MAY_CHANGE)
 
 if __name__ == "__main__":
     sys.exit(main())

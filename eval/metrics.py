@@ -95,14 +95,59 @@ def clustered_share(
     if n == 1:
         return Estimate(mean, 0.0, 1.0, 1, samples)  # one problem says nothing about others
     variance = sum((m - mean) ** 2 for m in means) / (n - 1) / n
+    z = student_t_quantile(0.5 + confidence / 2, n - 1)
+    low, high = wilson_interval(mean, _effective_size(mean, variance, n, samples), z=z)
+    return Estimate(mean, low, high, n, samples)
+
+
+def mean_of_groups(
+    groups: Iterable[Iterable[tuple[_Cluster, float]]], *, confidence: float = CONFIDENCE
+) -> Estimate:
+    """Mean of several sets' own means, each set counting the same whatever its size.
+
+    The sets are fixed and their problems independent, so the variance is the sum of the variances
+    of their means over the square of their number, with the degrees of freedom of Welch and
+    Satterthwaite; the interval is Wilson's as in `clustered_share`. A set of one problem has the
+    largest variance that a share can have.
+
+    Args:
+        groups: Pairs of problem and value in [0, 1], one per sample, for each set.
+        confidence: Coverage of the interval.
+    """
+    means, variances, degrees, n, samples = [], [], [], 0, 0
+    for values in groups:
+        by_cluster: dict[_Cluster, list[float]] = {}
+        for cluster, value in values:
+            by_cluster.setdefault(cluster, []).append(value)
+        if not by_cluster:
+            continue
+        inner = [sum(v) / len(v) for v in by_cluster.values()]
+        mean, size = sum(inner) / len(inner), len(inner)
+        spread = sum((m - mean) ** 2 for m in inner)
+        variances.append(spread / (size - 1) / size if size > 1 else 0.25)
+        degrees.append(max(1, size - 1))
+        means.append(mean)
+        n += size
+        samples += sum(map(len, by_cluster.values()))
+    if not means:
+        return Estimate(0.0, 0.0, 1.0, 0, 0)
+    mean = min(1.0, max(0.0, sum(means) / len(means)))
+    variance = sum(variances) / len(means) ** 2
+    freedom = sum(v * v / d for v, d in zip(variances, degrees, strict=True))
+    z = student_t_quantile(
+        0.5 + confidence / 2,
+        int(sum(variances) ** 2 / freedom) if freedom > 0 else max(1, n - len(means)),
+    )
+    low, high = wilson_interval(mean, _effective_size(mean, variance, n, samples), z=z)
+    return Estimate(mean, low, high, n, samples)
+
+
+def _effective_size(mean: float, variance: float, n: int, samples: int) -> float:
+    """Independent trials that would give a mean this variance, at most the samples."""
     spread = mean * (1 - mean)
     if spread == 0:
-        effective = float(n)
-    else:
-        effective = min(float(samples), spread / variance) if variance > 0 else float(samples)
-    z = student_t_quantile(0.5 + confidence / 2, n - 1)
-    low, high = wilson_interval(mean, effective, z=z)
-    return Estimate(mean, low, high, n, samples)
+        return float(n)
+    return min(float(samples), spread / variance) if variance > 0 else float(samples)
 
 
 def student_t_quantile(probability: float, degrees: int) -> float:

@@ -9,7 +9,8 @@ writes `run_dir/report.html` and `run_dir/report.md`. Everything but `rows` may 
 - phases: `{"name", "wall_s", "cpu_s"}`;
 - curves: stage name -> its `metrics.jsonl`;
 - stores: label -> a folder of trajectories, for the viewer;
-- tokenizer: that of the stores, or one per label.
+- tokenizer: that of the stores, or one per label;
+- weights: label -> name of a training -> what it weighed tokens with, by `author/kind`.
 
 The page holds no address of another site, its style and script are inline, and a content policy
 forbids any script but ours. Text from models, problems and files is escaped or is data.
@@ -50,6 +51,7 @@ def write_report(
     curves: Mapping[str, str | Path] | None = None,
     stores: Mapping[str, str | Path] | None = None,
     tokenizer: ProtocolTokenizer | Mapping[str, ProtocolTokenizer] | None = None,
+    weights: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
     comparisons: Sequence[Mapping[str, Any]] = (),
     config: Any = None,
     title: str = "rivet report",
@@ -64,6 +66,7 @@ def write_report(
         curves: Stage name to its `metrics.jsonl`; files that are not there are left out.
         stores: Label to trajectory folder; without any (or without a tokenizer) no viewer.
         tokenizer: Of all stores, or per label.
+        weights: Of the tokens of a store, by label, by training, by `author/kind`.
         comparisons: From `eval.compare.compare`.
         config: Shown as it is, JSON-able.
         title: Heading of the page.
@@ -73,7 +76,7 @@ def write_report(
         Path of the page.
     """
     run_dir = Path(run_dir)
-    shelves = _shelves(stores or {}, tokenizer, max_trajectories)
+    shelves = _shelves(stores or {}, tokenizer, weights or {}, max_trajectories)
     metrics = {name: read_metrics(Path(path)) for name, path in (curves or {}).items()}
     sections = {
         "Results": _results_section(rows, comparisons),
@@ -118,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 def _shelves(
     stores: Mapping[str, str | Path],
     tokenizer: ProtocolTokenizer | Mapping[str, ProtocolTokenizer] | None,
+    weights: Mapping[str, Mapping[str, Mapping[str, float]]],
     limit: int,
 ) -> list[Shelf]:
     """Trajectories of every store that is there, thinned out evenly to the limit."""
@@ -134,7 +138,7 @@ def _shelves(
         keep = len(rows) if total <= limit else max(1, len(rows) * limit // total)
         chosen = [rows[n] for n in thin_out(len(rows), keep)]
         reader = tokenizer if isinstance(tokenizer, ProtocolTokenizer) else tokenizer[label]
-        shelves.append(Shelf(label, chosen, reader, len(rows)))
+        shelves.append(Shelf(label, chosen, reader, len(rows), weights.get(label, {})))
     return shelves
 
 
@@ -172,8 +176,9 @@ def _viewer_section(shelves: Sequence[Shelf]) -> str:
         )
     )
     return f"""
-<p class="note" id="viewer-note">Every sample, token for token.{thinned} Keys: j and k for the next
-and previous trajectory, h and l to step through its spans.</p>
+<p class="note" id="viewer-note">Every sample, token for token: point at one to see its
+log-probability and what it weighed in training.{thinned} Keys: j and k for the next and previous
+trajectory, h and l to step through its spans.</p>
 <div class="key">{key}<span><span class="k-route">route</span></span>
 <span class="k-request">request</span><span class="k-code">code</span>
 <span class="k-answer">answer</span><span class="k-format">tags</span></div>
@@ -184,8 +189,12 @@ and previous trajectory, h and l to step through its spans.</p>
 <div id="detail" class="card">
 <div id="controls"><button id="previous">previous</button><button id="next">next</button>
 <span class="grow"></span><button id="back">step back</button><span id="step" class="note"></span>
-<button id="forth">step on</button><button id="whole">whole</button></div>
-<div id="open"></div></div></div>"""
+<button id="forth">step on</button><button id="whole">whole</button>
+<label class="note">shade by <select id="shade"><option value="">author</option>
+<option value="logprob">log-probability</option><option value="weight">training weight</option>
+</select></label></div>
+<div id="open"></div></div></div>
+<div id="tip" role="tooltip" hidden></div>"""
 
 
 def _page(title: str, sections: Mapping[str, str], shelves: Sequence[Shelf]) -> str:

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.metrics import Estimate, clustered_share, maj_at_k, mean_pass_at_k, shares
+from eval.metrics import (
+    Estimate,
+    clustered_share,
+    maj_at_k,
+    mean_of_groups,
+    mean_pass_at_k,
+    shares,
+)
 from rivet.trajectory import AUTHORS, Trajectory
 
 RESULTS: tuple[str, ...] = ("right", "wrong", "no_answer", "malformed", "truncated", "fault")
@@ -49,10 +56,12 @@ def summarise(
 
     Returns:
         `accuracy` (avg@k) with `ci_low` and `ci_high`, `n` problems, `samples` scored, `outcomes`
-        (counts by `RESULTS`, which add up to all rows), `pass_at_k` and `maj_at_k`, `well_formed`,
-        `route_accuracy` (None where nothing can be routed), `route_shares`, `consulted`,
-        `fabricated_output_rate`, `code_ok`, `faulted_attempts`, `usage_per_problem`, and the
-        accuracy `by` family and source.
+        (counts by `RESULTS`, which add up to all rows), `right_by_source` (right answers that stood
+        in a box, or in a final line where `eval` grading reads one), `pass_at_k` and `maj_at_k`,
+        `well_formed`, `route_accuracy` (None where nothing can be routed), `route_shares`,
+        `consulted`, `fabricated_output_rate`, `code_ok`, `faulted_attempts`, `usage_per_problem`,
+        and the accuracy `by` family and source. With several sources `mean_of_sources` too, in
+        which each counts the same.
     """
     outcomes = Counter(map(result_of, trajectories))
     scored = [t for t in trajectories if result_of(t) != "fault"]
@@ -65,6 +74,9 @@ def summarise(
         "n": accuracy.n,
         "samples": accuracy.samples,
         "outcomes": {name: outcomes[name] for name in RESULTS},
+        "right_by_source": dict(
+            Counter(str(t.info.get("answer_source", "box")) for t in scored if t.outcome == "right")
+        ),
         **_over_problems(scored, confidence),
         "well_formed": well_formed.value,
         "well_formed_ci": [well_formed.low, well_formed.high],
@@ -75,6 +87,7 @@ def summarise(
             Counter(f for t in trajectories for f in t.info.get("faults", []))
         ),
         "usage_per_problem": _usage(scored),
+        **_over_sources(scored, confidence),
         "by": {
             label: _by_label(scored, label, confidence)
             for label in ("family", "source")
@@ -130,6 +143,18 @@ def _over_problems(scored: Sequence[Trajectory], confidence: float) -> dict[str,
         },
         "maj_at_k": {"k": most, **_with_interval(majority)},
     }
+
+
+def _over_sources(scored: Sequence[Trajectory], confidence: float) -> dict[str, Any]:
+    """The mean of the sources' accuracies, where there are several."""
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for t in scored:
+        value = (t.problem_id, float(t.outcome == "right"))
+        groups.setdefault(str(t.info.get("source", "")), []).append(value)
+    if len(groups) < 2:
+        return {}
+    mean = mean_of_groups(groups.values(), confidence=confidence)
+    return {"mean_of_sources": _with_interval(mean) | {"sources": len(groups)}}
 
 
 def _with_interval(estimate: Estimate) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def percent(value: float | None) -> str:
 
 # Header, whether it is a number, and what stands in it.
 _COLUMNS: list[tuple[str, bool, Any]] = [
-    ("checkpoint", False, lambda r: str(r["checkpoint"])),
+    ("checkpoint", False, lambda r: "" if r.get("is_part") else str(r["checkpoint"])),
     ("condition", False, lambda r: str(r["condition"])),
     ("accuracy %", True, lambda r: percent(r["accuracy"])),
     ("95% interval", True, lambda r: f"{percent(r['ci_low'])} to {percent(r['ci_high'])}"),
@@ -25,9 +25,11 @@ _COLUMNS: list[tuple[str, bool, Any]] = [
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of results as a Markdown table; shares in percent."""
+    """Rows of results as a Markdown table, a line per benchmark below each; shares in percent."""
     cells = [[name for name, _, _ in _COLUMNS]]
-    cells += [[show(row).replace("|", "\\|") for _, _, show in _COLUMNS] for row in rows]
+    cells += [
+        [show(row).replace("|", "\\|") for _, _, show in _COLUMNS] for row in with_parts(rows)
+    ]
     widths = [max(len(line[n]) for line in cells) for n in range(len(_COLUMNS))]
     lines = [_markdown_line(line, widths) for line in cells]
     rule = [
@@ -58,7 +60,7 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for n, is_number, _ in columns
     )
     body, before, number = [], None, ' class="num"'
-    for row in rows:
+    for row in with_parts(rows):
         css = ' class="first"' if before not in (None, row["checkpoint"]) else ""
         cells = "".join(
             f"<td{number if is_number else ''}>{escape(show(row))}</td>"
@@ -67,6 +69,32 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
         body.append(f"<tr{css}>{cells}</tr>")
         before = row["checkpoint"]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def with_parts(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Each row with several benchmarks, followed by one row for each and one for their mean."""
+    table: list[Mapping[str, Any]] = []
+    for row in rows:
+        table.append(row)
+        parts = dict((row.get("by") or {}).get("source") or {})
+        if len(parts) < 2:
+            continue
+        mean = row.get("mean_of_sources")
+        named = [*parts.items(), *([("mean of benchmarks", mean)] if mean else [])]
+        for name, part in named:
+            low, high = part["ci"]
+            table.append(
+                {
+                    "checkpoint": row["checkpoint"],
+                    "condition": f"- {name}",
+                    "accuracy": part["value"],
+                    "ci_low": low,
+                    "ci_high": high,
+                    "n": part["n"],
+                    "is_part": True,
+                }
+            )
+    return table
 
 
 def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -25,6 +25,12 @@
     return chunks.get(n);
   }
   const textOf = async (row) => (await chunkOf(row))[row % index.chunk];
+  let tokenChunk = { n: -1, rows: null };  // of the open trajectory only: they are large
+  async function tokensOf(row) {
+    const n = Math.floor(row / index.chunk);
+    if (tokenChunk.n !== n) tokenChunk = { n, rows: unpack("viewer-tokens-" + n) };
+    return (await tokenChunk.rows)[row % index.chunk];
+  }
 
   function make(tag, className, text) {
     const node = document.createElement(tag);
@@ -50,7 +56,8 @@
     String(n), r.label + (r.shown < r.total ? ` (${r.shown} of ${r.total})` : ` (${r.total})`)]));
   select("result", "outcome", index.results.map((r, n) => [String(n), r.replace("_", " ")]));
   select("route", "route", distinct(3).map((r) => ["=" + r, r || "nobody"]));
-  select("group", "family", distinct(4).map((g) => ["=" + g, g || "none"]));
+  select("group", "benchmark or family", distinct(4).map((g) => ["=" + g, g || "none"]));
+  select("mode", "condition", distinct(6).map((m) => ["=" + m, m]));
   const searchLabel = make("label", "", "search in all text");
   const search = make("input");
   search.type = "search";
@@ -70,7 +77,8 @@
       (!filters.run.value || row[0] === Number(filters.run.value)) &&
       (!filters.result.value || row[2] === Number(filters.result.value)) &&
       (!filters.route.value || "=" + row[3] === filters.route.value) &&
-      (!filters.group.value || "=" + row[4] === filters.group.value);
+      (!filters.group.value || "=" + row[4] === filters.group.value) &&
+      (!filters.mode.value || "=" + row[6] === filters.mode.value);
     let rows = index.rows.map((row, n) => n).filter((n) => matches(index.rows[n], n));
     if (wanted) {
       const found = [];
@@ -135,7 +143,7 @@
   let step = 0;
   async function open(n) {
     current = n;
-    const text = await textOf(n);
+    const [text, tokens] = await Promise.all([textOf(n), tokensOf(n)]);
     if (current !== n) return;
     const [run, id, result] = index.rows[n];
     const head = make("h3");
@@ -145,9 +153,11 @@
     for (const [name, value] of text.facts) {
       facts.append(make("dt", "", name), make("dd", "", value));
     }
-    const { nodes, turns } = transcript(text);
+    const { nodes, turns } = transcript(text, tokens);
     spanNodes = nodes;
     byId("open").replaceChildren(head, ...turns, facts);
+    byId("tip").hidden = true;
+    shade();
     showStep(spanNodes.length);
     history.replaceState(null, "", "#t=" + encodeURIComponent(run + "/" + id));
     drawRows();
@@ -164,41 +174,105 @@
     node.append(make("div", "who", label), what);
     return { node, what };
   }
-  function transcript(text) {
+  let tokenFacts = new Map();  // node of a token -> what is known of it
+  function transcript(text, tokens) {
     const wanted = search.value.trim();
     const prompt = turn("prompt", "prompt");
     put(prompt.what, text.prompt, wanted);
     const turns = [prompt.node];
     const nodes = [];
+    tokenFacts = new Map();
     let open = null;
-    for (const [author, kind, content, tokens, logprob] of text.spans) {
+    text.spans.forEach(([author, kind, content], at) => {
       if (!open || open.author !== author) {
         open = { author, ...turn(author, author) };
         turns.push(open.node);
       }
       const span = make("span", "k-" + kind);
-      put(span, content, wanted);
-      span.title = `${author}, ${kind}, ${tokens} token${tokens === 1 ? "" : "s"}` +
-        (logprob === null ? "" : `, mean log-probability ${logprob}`);
+      const [lengths, logprobs, weights] = tokens[at];
+      const marks = matches(content, wanted);
+      let from = 0;
+      lengths.forEach((length, n) => {
+        const token = make("span", "t");
+        putRange(token, content, from, from + length, marks);
+        const logprob = logprobs ? logprobs[n] / 100 : null;
+        tokenFacts.set(token, { text: content.slice(from, from + length), author, kind, logprob, weights });
+        span.append(token);
+        from += length;
+      });
       open.what.append(span);
       nodes.push(span);
-    }
+    });
     return { nodes, turns };
   }
   // Text with the search's matches marked: text nodes and <mark> elements, never markup.
-  function put(node, text, wanted) {
+  function matches(text, wanted) {
     const lower = text.toLowerCase();
-    if (!wanted || lower.length !== text.length) {  // a few letters change length in lower case
-      node.append(text);
-      return;
+    const found = [];
+    if (!wanted || lower.length !== text.length) return found;  // few letters change their length
+    const needle = wanted.toLowerCase();
+    for (let at = lower.indexOf(needle); at >= 0; at = lower.indexOf(needle, at + needle.length)) {
+      found.push([at, at + needle.length]);
     }
-    let from = 0;
-    for (let at = lower.indexOf(wanted.toLowerCase()); at >= 0; at = lower.indexOf(wanted.toLowerCase(), from)) {
-      node.append(text.slice(from, at), make("mark", "", text.slice(at, at + wanted.length)));
-      from = at + wanted.length;
-    }
-    node.append(text.slice(from));
+    return found;
   }
+  function putRange(node, text, from, to, marks) {
+    for (const [start, end] of marks) {
+      if (end <= from || start >= to) continue;
+      if (start > from) node.append(text.slice(from, start));
+      from = Math.max(from, start);
+      node.append(make("mark", "", text.slice(from, Math.min(end, to))));
+      from = Math.min(end, to);
+    }
+    if (from < to) node.append(text.slice(from, to));
+  }
+  function put(node, text, wanted) {
+    putRange(node, text, 0, text.length, matches(text, wanted));
+  }
+
+  // --- one token -------------------------------------------------------------------------------
+  const visible = (text) => text.replaceAll(" ", "\u2423").replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5");
+  const number = (value) => Number(value).toPrecision(3);
+  function showTip(token, event) {
+    const facts = tokenFacts.get(token);
+    const lines = [
+      make("div", "mono", facts.text ? visible(facts.text) : "(part of a character)"),
+      make("div", "", `${facts.author}, ${facts.kind}`),
+      make("div", "", facts.logprob === null ? "not sampled by the controller" :
+        `log-probability ${facts.logprob.toFixed(2)} (p = ${number(Math.exp(facts.logprob))})`),
+    ];
+    for (const [name, weight] of Object.entries(facts.weights || {})) {
+      lines.push(make("div", "", `${name} weight ${number(weight)}`));
+    }
+    if (!facts.weights) lines.push(make("div", "", "no training weight is known"));
+    const tip = byId("tip");
+    tip.replaceChildren(...lines);
+    tip.hidden = false;
+    const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - tip.offsetWidth - 8);
+    const below = event.clientY + 18;
+    const top = below + tip.offsetHeight > window.innerHeight ? event.clientY - tip.offsetHeight - 10 : below;
+    tip.style.left = Math.max(4, left) + "px";
+    tip.style.top = Math.max(4, top) + "px";
+  }
+  byId("open").addEventListener("mouseover", (event) => {
+    const token = event.target.closest(".t");
+    if (token) showTip(token, event);
+  });
+  byId("open").addEventListener("mouseout", () => { byId("tip").hidden = true; });
+  // Darker is less likely, or heavier; what was pushed away from has the other colour.
+  function shade() {
+    const by = byId("shade").value;
+    const weightOf = (facts) => Object.values(facts.weights || {})[0] ?? 0;
+    const largest = Math.max(...[...tokenFacts.values()].map((f) => Math.abs(weightOf(f))), 1e-9);
+    for (const [node, facts] of tokenFacts) {
+      let amount = 0;
+      if (by === "logprob" && facts.logprob !== null) amount = Math.min(1, -facts.logprob / 4);
+      if (by === "weight") amount = weightOf(facts) / largest;
+      node.style.backgroundColor = amount === 0 ? "" :
+        `rgb(${amount > 0 ? "0 114 178" : "213 94 0"} / ${(0.55 * Math.abs(amount)).toFixed(2)})`;
+    }
+  }
+  byId("shade").addEventListener("change", shade);
 
   // --- stepping --------------------------------------------------------------------------------
   function showStep(n) {

@@ -2,22 +2,26 @@
 
 Model text is data. It travels as gzip in base64, whose alphabet holds no markup, inside script
 elements of a type that browsers do not run, and `viewer.js` puts it on the page as text nodes only.
-An index with what the list shows is unpacked at once, the texts in chunks when they are looked at.
+An index with what the list shows is unpacked at once, the texts in chunks when they are looked at
+or searched, the tokens (where each begins, its log-probability, what it weighed in training) in
+chunks of their own when a trajectory is opened.
 """
 
 from __future__ import annotations
 
 import base64
+import codecs
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eval.summary import RESULTS, result_of, routes_of
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 
+_SHOWN_ELSEWHERE = "gold extracted reason routes family source kind segment_weights choices".split()
 CHUNK = 200  # trajectories per block of texts
 
 
@@ -30,12 +34,15 @@ class Shelf:
         trajectories: In the order shown.
         tokenizer: Turns their ids into text.
         total: How many the run has in all, where only some are shown.
+        weights: What tokens weighed in a training on them, by its name and then by `author/kind`.
+            Weights that a trajectory carries itself (`segment_weights` of Stage I) come on top.
     """
 
     label: str
     trajectories: Sequence[Trajectory]
     tokenizer: ProtocolTokenizer
     total: int
+    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def thin_out(count: int, keep: int) -> list[int]:
@@ -49,11 +56,12 @@ def pack_blocks(shelves: Sequence[Shelf]) -> str:
     """Script elements that hold the index and the texts."""
     rows: list[list[Any]] = []
     texts: list[dict[str, Any]] = []
+    tokens: list[list[Any]] = []
     for number, shelf in enumerate(shelves):
         for trajectory in shelf.trajectories:
             rows.append(_index_row(number, trajectory))
             texts.append(_text_row(trajectory, shelf.tokenizer))
-    chunks = [texts[n : n + CHUNK] for n in range(0, len(texts), CHUNK)]
+            tokens.append(_token_row(trajectory, shelf))
     index = {
         "runs": [
             {"label": s.label, "shown": len(s.trajectories), "total": s.total} for s in shelves
@@ -63,7 +71,9 @@ def pack_blocks(shelves: Sequence[Shelf]) -> str:
         "rows": rows,
     }
     blocks = [_block("viewer-index", index)]
-    blocks += [_block(f"viewer-chunk-{n}", chunk) for n, chunk in enumerate(chunks)]
+    for number, start in enumerate(range(0, len(texts), CHUNK)):
+        blocks.append(_block(f"viewer-chunk-{number}", texts[start : start + CHUNK]))
+        blocks.append(_block(f"viewer-tokens-{number}", tokens[start : start + CHUNK]))
     return "\n".join(blocks)
 
 
@@ -88,6 +98,7 @@ def _index_row(run: int, t: Trajectory) -> list[Any]:
         " ".join(routes_of(t)),
         str(t.info.get("family") or t.info.get("source") or ""),
         t.step,
+        t.mode,
     ]
 
 
@@ -112,9 +123,41 @@ def _text_row(t: Trajectory, tokenizer: ProtocolTokenizer) -> dict[str, Any]:
     }
 
 
+def _token_row(t: Trajectory, shelf: Shelf) -> list[Any]:
+    """Per span: lengths of its tokens in UTF-16 units, log-probabilities in hundredths, weights."""
+    own = t.info.get("segment_weights")
+    if not isinstance(own, list) or len(own) != len(t.segments):
+        own = None
+    row = []
+    for number, segment in enumerate(t.segments):
+        name = f"{segment.author}/{segment.kind}"
+        weights = {"Stage I": own[number]} if own is not None else {}
+        weights |= {label: table.get(name, 0.0) for label, table in shelf.weights.items()}
+        logprobs = None
+        if segment.logprobs:
+            # Minus infinity is no JSON; nothing below this is told apart.
+            logprobs = [round(100 * max(value, -1000.0)) for value in segment.logprobs]
+        row.append([token_lengths(segment.ids, shelf.tokenizer), logprobs, weights or None])
+    return row
+
+
+def token_lengths(ids: Sequence[int], tokenizer: ProtocolTokenizer) -> list[int]:
+    """How much of a span's text each token is, in UTF-16 units, as a browser counts.
+
+    A character of several tokens belongs to the one that completes it; the lengths add up to that
+    of `tokenizer.decode(ids)`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    last = len(ids) - 1
+    pieces = [decoder.decode(tokenizer.token_bytes[i], final=n == last) for n, i in enumerate(ids)]
+    return [
+        len(piece) if piece.isascii() else len(piece.encode("utf-16-le")) // 2 for piece in pieces
+    ]
+
+
 def _facts(t: Trajectory) -> Mapping[str, Any]:
     info = dict(t.info)
-    for shown in ("gold", "extracted", "reason", "routes", "family", "source", "kind"):
+    for shown in _SHOWN_ELSEWHERE:
         info.pop(shown, None)
     return {
         "gold": t.info.get("gold"),

@@ -17,7 +17,7 @@ from eval.generate import FaultRateError, SamplingError, sample
 from eval.store_settings import StoreSettingsError
 from rivet.prompts import PromptBuilder
 from rivet.rollout.backend import SamplingParams
-from rivet.rollout.types import RolloutRequest, rollout_seed
+from rivet.rollout.types import PromptTooLongError, RolloutRequest, rollout_seed
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 
@@ -73,6 +73,17 @@ async def test_a_finished_store_is_not_sampled_again(problems, prompts, tmp_path
     again = ScriptedEngine(prompts.tokenizer)
     assert await run(again, problems, prompts, tmp_path) == first
     assert not again.asked
+
+
+async def test_prompts_beyond_the_context_are_named_before_anything_is_sampled(
+    problems, prompts, tmp_path
+) -> None:
+    engine = ScriptedEngine(prompts.tokenizer)
+    longest = max(problems, key=lambda p: len(prompts.build(p.problem, "experts")))
+    engine.max_context = len(prompts.build(longest.problem, "experts"))
+    with pytest.raises(PromptTooLongError, match=longest.id):
+        await run(engine, problems, prompts, tmp_path)
+    assert not engine.asked and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 33])

@@ -8,25 +8,31 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
 from scripted import ScriptedEngine, ScriptedGrader
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import eval.main
+from data.benchmarks import BenchmarkError
 from data.problems import ProblemFileError
+from eval.compare import compare
 from eval.conditions import read_condition
-from eval.main import EvalConfig, EvalError, main, run
-from eval.runtime import Runtime, open_runtime, weights_fingerprint
+from eval.main import EvalConfig, EvalError, main, open_checkpoint, run
+from eval.regrade import main as regrade
+from eval.runtime import Runtime, find_model, open_runtime, weights_fingerprint
 from rivet.checkpoints import CheckpointError
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
 from rivet.experts.pool import ExpertsUnavailableError
 from rivet.experts.types import ExpertReply
+from rivet.prompts import PromptBuilder
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDirError, RunFinishedError
 from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
+from rivet.tokenization import TokenizerError
 
 PROMISED = [
     "checkpoint",
@@ -100,11 +106,12 @@ def scripted_runtime(monkeypatch: pytest.MonkeyPatch, prompts):
         grader: Any = ScriptedGrader()
         grader.mode = "reward"
         settings = ProtocolSettings(prompt="bare")
-        yield Runtime(engine, grader, prompts, prompts.tokenizer, settings, "weights", ["calc"])
+        yield Runtime(
+            engine, grader, prompts, prompts.tokenizer, settings, "weights", "float32", ["calc"]
+        )
 
     monkeypatch.setattr(eval.main, "open_runtime", open_scripted)
-    monkeypatch.setattr(eval.main, "check_checkpoint", lambda model: None)
-    monkeypatch.setattr(eval.main, "load_experts", lambda path: [])
+    monkeypatch.setattr(eval.main, "open_checkpoint", lambda config, experts: None)
     return opened
 
 
@@ -256,6 +263,8 @@ def test_impossible_settings_fail_before_anything_starts(
         run(config_of(tmp_path, problems_file, model=model))
     with pytest.raises(ProblemFileError, match="no such file"):
         run(config_of(tmp_path, tmp_path / "missing", model=model, conditions=["local"]))
+    with pytest.raises(BenchmarkError, match="did you mean math-500"):
+        run(config_of(tmp_path, Path("math-5000"), model=model, conditions=["local"]))
     assert not (tmp_path / "run").exists()
 
 
@@ -310,6 +319,120 @@ async def test_rows_depend_on_weights_limits_and_experts(checkpoint, tmp_path) -
         assert described["weights"] == weights_fingerprint(checkpoint)
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert weights_fingerprint(tmp_path) != described["weights"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(qwen_tokenizer, tmp_path_factory) -> Path:
+    """A random chat model as others publish one: plain-text tags, no rivet.json."""
+    folder = tmp_path_factory.mktemp("hub") / "tiny-chat"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(qwen_tokenizer.token_bytes),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=1024,
+        )
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    qwen_tokenizer.hf.save_pretrained(folder)
+    return folder
+
+
+def test_a_pretrained_model_is_evaluated_on_benchmarks_as_it_is(
+    pretrained, qwen_tokenizer, tmp_path
+) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for stem, count in (("math_500", 3), ("gsm8k_test", 4)):
+        rows = [
+            {"id": f"{stem}/{n}", "problem": f"{stem} {n}?", "answer": "6"} for n in range(count)
+        ]
+        (copies / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = EvalConfig(
+        model=str(pretrained),
+        output_dir=str(tmp_path / "run"),
+        problems=["math-500", "gsm8k"],
+        data_dir=str(copies),
+        limit=2,
+        conditions=["plain", "no-expert", "no-python", "local"],
+        max_completion_length=16,
+    )
+    results = run(config)
+    assert [row["condition"] for row in results["rows"]] == config.conditions
+    for row in results["rows"]:
+        assert row["n"] == 4 and set(row["by"]["source"]) == {"math-500", "gsm8k"}
+        assert row["checkpoint"] == "tiny-chat"
+    prompts = {
+        condition: qwen_tokenizer.decode(
+            next(iter(read_condition(tmp_path / "run" / condition).store)).prompt_ids
+        )
+        for condition in config.conditions
+    }
+    assert "<python>" not in prompts["plain"] and "\\boxed{...}" in prompts["plain"]
+    assert "<python>code</python>" in prompts["no-expert"]
+    assert "<python>" not in prompts["no-python"] and "<answer>" in prompts["no-python"]
+    settings = read_condition(tmp_path / "run" / "plain").settings["settings"]
+    assert settings["dtype"] == "bfloat16" and settings["after_tag"] == "\n"
+
+
+def test_samples_are_graded_again_under_other_rules_without_sampling(
+    scripted_runtime, problems_file, tmp_path, capsys
+) -> None:
+    first = run(config_of(tmp_path, problems_file, conditions=["local"], limit=6))
+    out = tmp_path / "again"
+    assert regrade([str(tmp_path / "run"), "--out", str(out), "--grading", "eval"]) == 0
+    assert len(scripted_runtime) == 1 and "again/results.json" in capsys.readouterr().out
+    again = read_condition(out / "local")
+    assert again.results["accuracy"] == first["rows"][0]["accuracy"]  # the answers are in boxes
+    assert again.results["right_by_source"] == {"box": again.results["outcomes"]["right"]}
+    assert again.settings["settings"]["grading"] == "eval"
+    before = read_condition(tmp_path / "run" / "local")
+    assert compare(before, again)["overall"]["difference"] == 0
+    (tmp_path / "run" / "finished.json").unlink()
+    with pytest.raises(RunDirError, match="not finished"):
+        regrade([str(tmp_path / "run"), "--out", str(tmp_path / "more"), "--grading", "eval"])
+
+
+def test_a_pretrained_model_without_a_chat_template_is_refused(pretrained, tmp_path) -> None:
+    model = tmp_path / "base"
+    shutil.copytree(pretrained, model)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(TokenizerError, match="base has no chat template"):
+        run(EvalConfig(model=str(model), output_dir=str(tmp_path / "run"), conditions=["plain"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pretrained_model_is_told_of_the_experts_that_it_may_ask(pretrained, tmp_path) -> None:
+    file = tmp_path / "experts.yaml"
+    file.write_text(
+        "experts:\n- {name: sums, skill: adds numbers, model: m, base_urls: ['http://x:1/v1']}\n"
+    )
+    config = EvalConfig(model=str(pretrained), experts=str(file), conditions=["experts", "local"])
+    opened = open_checkpoint(config)
+    prompts = PromptBuilder(opened.tokenizer, opened.settings)
+    assert "- sums: adds numbers" in prompts.system_message("experts")
+    assert "Experts:" not in prompts.system_message("no-expert")
+
+
+def test_the_model_of_a_run_folder_and_of_the_hub_s_cache_are_found(
+    checkpoint, tmp_path, monkeypatch
+) -> None:
+    assert find_model(checkpoint.parent) == checkpoint
+    assert find_model(checkpoint) == checkpoint
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="owner/none: no such folder, and it cannot be had"):
+        find_model("owner/none")
+    cached = tmp_path / "models--owner--tiny" / "snapshots" / "0"
+    shutil.copytree(checkpoint, cached)
+    (tmp_path / "models--owner--tiny" / "refs").mkdir()
+    (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("0")
+    assert find_model("owner/tiny") == cached
 
 
 def test_every_eval_recipe_loads() -> None:

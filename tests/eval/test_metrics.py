@@ -12,6 +12,7 @@ import pytest
 from eval.metrics import (
     clustered_share,
     maj_at_k,
+    mean_of_groups,
     mean_pass_at_k,
     pass_at_k,
     shares,
@@ -159,6 +160,26 @@ def test_mean_pass_at_k_leaves_out_problems_with_too_few_samples() -> None:
 )
 def test_maj_at_k(samples: list[tuple[str | None, bool]], score: float) -> None:
     assert maj_at_k(samples) == pytest.approx(score)
+
+
+def test_the_mean_of_sets_counts_each_the_same_and_covers_the_truth() -> None:
+    small = [(n, float(n < 10)) for n in range(40)]  # 25%
+    large = [(n, float(n < 300)) for n in range(400)]  # 75%
+    mean = mean_of_groups([small, large])
+    assert mean.value == pytest.approx(0.5) and (mean.n, mean.samples) == (440, 440)
+    by_hand = math.sqrt((0.75 * 0.25 / 39 + 0.75 * 0.25 / 399) / 4)  # standard error
+    assert (mean.high - mean.low) / 2 == pytest.approx(2.01 * by_hand, rel=0.03)  # t at 46
+    assert mean_of_groups([]).n == 0 and mean_of_groups([[("p", 1.0)]]).low < 0.3
+    rng = random.Random(5)
+    hits = 0
+    for _ in range(400):  # problems of a mean difficulty of 1/4, drawn anew each time
+        drawn = [
+            [(n, float(rng.random() < rng.betavariate(0.5, 1.5))) for n in range(size)]
+            for size in (30, 30, 200)
+        ]
+        estimate = mean_of_groups(drawn)
+        hits += estimate.low <= 0.25 <= estimate.high
+    assert 0.92 <= hits / 400 <= 0.98
 
 
 def test_shares_add_up_to_one_and_are_zero_of_nothing() -> None:

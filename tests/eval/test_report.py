@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted import completion, trajectory_of
 
 from eval.gather import ReportError, gather, read_metrics
 from eval.report import main, write_report
 from eval.summary import summarise
-from eval.viewer import CHUNK, Shelf, pack_blocks, thin_out, unpack_block
+from eval.viewer import CHUNK, Shelf, pack_blocks, thin_out, token_lengths, unpack_block
 from rivet.rollout.types import RolloutRequest
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
@@ -125,7 +128,7 @@ def test_hostile_text_makes_no_markup_and_no_script(rows_of, tag_tokenizer, tmp_
     own = [text for attrs, text in page.scripts if "type" not in attrs]
     data = [attrs for attrs, _ in page.scripts if attrs.get("type") == "application/octet-stream"]
     assert len(own) == 1 and "unpack" in own[0]  # viewer.js and nothing else
-    assert len(own) + len(data) == len(page.scripts) == 3
+    assert len(own) + len(data) == len(page.scripts) == 4
     assert {tag for tag, _ in page.tags} & {"img", "iframe", "object", "link", "base"} == set()
     assert sum(tag == "style" for tag, _ in page.tags) == 1
     for _, attrs in page.tags:
@@ -167,7 +170,9 @@ def test_what_the_viewer_unpacks_is_what_was_sampled(rows_of, tag_tokenizer, tmp
     rows = rows_of(CHUNK + 5)
     page = Page(pack_blocks([Shelf("run", rows, tag_tokenizer, len(rows))]))
     blocks = {attrs["id"]: unpack_block(text) for attrs, text in page.scripts}
-    assert list(blocks) == ["viewer-index", "viewer-chunk-0", "viewer-chunk-1"]
+    assert list(blocks) == ["viewer-index"] + [
+        f"viewer-{name}-{n}" for n in (0, 1) for name in ("chunk", "tokens")
+    ]
     assert [row[1] for row in blocks["viewer-index"]["rows"]] == [t.id for t in rows]
     texts = [*blocks["viewer-chunk-0"], *blocks["viewer-chunk-1"]]
     for row, text in zip(rows, texts, strict=True):
@@ -181,9 +186,55 @@ def test_what_the_viewer_unpacks_is_what_was_sampled(rows_of, tag_tokenizer, tmp
         assert dict(text["facts"])["gold"] == HOSTILE
 
 
-def test_facts_survive_json_whatever_they_are(rows_of, tag_tokenizer) -> None:
-    from dataclasses import replace
+def test_every_token_has_its_text_its_logprob_and_its_weights(rows_of, tag_tokenizer) -> None:
+    (row,) = rows_of(1, "caf\u00e9 \U0001f600")
+    own = [round(0.1 * n - 0.2, 4) for n in range(len(row.segments))]
+    row = replace(row, info=row.info | {"segment_weights": own})
+    table = {"controller/format": 2.0, "expert/reply": 0.5}
+    shelf = Shelf("run", [row], tag_tokenizer, 1, {"Stage II (stage2)": table})
+    page = Page(pack_blocks([shelf]))
+    blocks = {attrs["id"]: unpack_block(text) for attrs, text in page.scripts}
+    spans, (tokens,) = blocks["viewer-chunk-0"][0]["spans"], blocks["viewer-tokens-0"]
+    assert "segment_weights" not in dict(blocks["viewer-chunk-0"][0]["facts"])
+    for n, (segment, span) in enumerate(zip(row.segments, spans, strict=True)):
+        lengths, logprobs, weights = tokens[n]
+        assert len(lengths) == len(segment)
+        assert sum(lengths) == len(span[2].encode("utf-16-le")) // 2
+        assert logprobs == (
+            [round(100 * v) for v in segment.logprobs] if segment.logprobs else None
+        )
+        name = f"{segment.author}/{segment.kind}"
+        assert weights == {"Stage I": own[n], "Stage II (stage2)": table.get(name, 0.0)}
 
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=12))
+def test_lengths_of_tokens_add_up_whatever_bytes_they_are(values: list[int]) -> None:
+    class Bytes:
+        token_bytes = tuple(bytes([n]) for n in range(256))
+
+    tokenizer: Any = Bytes()
+    text = bytes(values).decode("utf-8", "replace")
+    lengths = token_lengths(values, tokenizer)
+    assert len(lengths) == len(values) and sum(lengths) == len(text.encode("utf-16-le")) // 2
+
+
+def test_a_report_finds_what_stage_two_weighed_the_tokens_with(
+    rows_of, tag_tokenizer, tmp_path
+) -> None:
+    store = tmp_path / "run" / "collect" / "trajectories"
+    TrajectoryStore(store).write("part-00000", rows_of(2, "x"))
+    stage2 = tmp_path / "run" / "stage2"
+    stage2.mkdir()
+    config = {"config": {"trajectories": str(store)}}
+    (stage2 / "config.json").write_text(json.dumps(config))
+    table = {"controller/format": 2.0}
+    (stage2 / "finished.json").write_text(json.dumps({"results": {"token_weights": table}}))
+    found = gather([tmp_path / "run"], tag_tokenizer)
+    assert found["weights"] == {"collect": {"Stage II (stage2)": table}}
+    assert write_report(tmp_path, **found).is_file()
+
+
+def test_facts_survive_json_whatever_they_are(rows_of, tag_tokenizer) -> None:
     (row,) = rows_of(1, "x")
     row = replace(row, seed=2**63 - 1, info=row.info | {"score": float("nan"), "gold": "\ud800"})
     page = Page(pack_blocks([Shelf("run", [row], tag_tokenizer, 1)]))
@@ -297,6 +348,8 @@ def test_a_browser_shows_hostile_text_as_text(rows_of, tag_tokenizer, tmp_path) 
     page = Page(done.stdout)
     html = next(attrs for tag, attrs in page.tags if tag == "html")
     assert html.get("data-viewer") == "ready"
+    tokens = sum(tag == "span" and attrs.get("class") == "t" for tag, attrs in page.tags)
+    assert tokens == sum(map(len, rows_of(1)[0].segments))  # of the one that is open
     assert not any(tag in ("img", "iframe") for tag, _ in page.tags)
     shown = "".join(page.text)
     assert shown.count("report </script><script>document.title='broken'") == 2  # title, heading

@@ -11,6 +11,7 @@ import pytest
 from scripted import completion, trajectory_of
 
 from eval.summary import RESULTS, result_of, scores_by_problem, summarise
+from eval.table import markdown_table, results_table
 from rivet.rollout.types import RolloutRequest
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
@@ -170,3 +171,30 @@ def test_every_key_of_a_row_is_documented(row) -> None:
     documented = {name for cell in table for name in re.findall(r"`([a-z_]+)`", cell)}
     keys = summarise([row("a", 0, "right")]).keys() | {"checkpoint", "condition"}
     assert keys <= documented
+
+
+def test_several_benchmarks_get_a_line_each_and_a_mean_in_which_each_counts_the_same() -> None:
+    row = {
+        "checkpoint": "c",
+        "condition": "plain",
+        "accuracy": 0.7,
+        "ci_low": 0.6,
+        "ci_high": 0.8,
+        "n": 50,
+        "mean_of_sources": {"value": 0.45, "ci": [0.3, 0.6], "n": 50, "sources": 2},
+        "by": {
+            "source": {
+                "gsm8k": {"value": 0.8, "ci": [0.7, 0.9], "n": 40},
+                "math-500": {"value": 0.1, "ci": [0.0, 0.4], "n": 10},
+            }
+        },
+    }
+    lines = [[c.strip() for c in line.split("|")] for line in markdown_table([row]).splitlines()]
+    assert [line[1:6] for line in lines[2:]] == [
+        ["c", "plain", "70.0", "60.0 to 80.0", "50"],
+        ["", "- gsm8k", "80.0", "70.0 to 90.0", "40"],
+        ["", "- math-500", "10.0", "0.0 to 40.0", "10"],
+        ["", "- mean of benchmarks", "45.0", "30.0 to 60.0", "50"],
+    ]
+    assert results_table([row]).count("<tr>") == 5
+    assert len(markdown_table([row | {"by": {}}]).splitlines()) == 3

@@ -1,0 +1,135 @@
+"""Grade the samples of a finished evaluation again: other rules, or a grader that has changed.
+
+    rivet regrade RUN --out OTHER --grading eval
+
+Nothing is sampled. The result is the folder that an evaluation with this `grading` would have
+written: the same trajectories with new verdicts, and `rivet compare` and `rivet report` read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from data.problems import Problem
+from eval.conditions import STORE, ConditionError, read_condition, write_condition
+from eval.grade import grade_trajectory
+from eval.main import EvalConfig, load_test_set
+from eval.store_settings import FILE_NAME
+from eval.summary import summarise
+from eval.table import markdown_table
+from rivet.files import atomic_write_json
+from rivet.grading import Grader
+from rivet.runs import RunDir
+from rivet.store import TrajectoryStore
+from rivet.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+_SHARD_ROWS = 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `rivet regrade`."""
+    parser = argparse.ArgumentParser(
+        prog="rivet regrade", description="Grade the samples of a finished evaluation again."
+    )
+    parser.add_argument("run", type=Path, help="folder of a finished evaluation")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--grading", choices=("reward", "eval"), required=True)
+    parser.add_argument("--data_dir", "--data-dir", help="where its benchmarks are, if elsewhere")
+    parser.add_argument("--overwrite", action="store_true")
+    args = parser.parse_args(argv)
+    results = regrade(
+        args.run, args.out, grading=args.grading, data_dir=args.data_dir, overwrite=args.overwrite
+    )
+    print(markdown_table(results["rows"]))
+    print(f"results: {args.out / 'results.json'}")
+    return 0
+
+
+def regrade(
+    run: Path, out: Path, *, grading: str, data_dir: str | None = None, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write an evaluation's conditions with new verdicts.
+
+    Args:
+        run: A finished evaluation.
+        out: Another folder.
+        grading: `reward` or `eval`, see `rivet.grading`.
+        data_dir: Where its benchmarks are, if not where they were.
+        overwrite: Replace what is in `out`.
+
+    Returns:
+        The content of its `results.json`.
+
+    Raises:
+        rivet.runs.RunDirError: `run` is no finished evaluation, or `out` is in use.
+        ConditionError: A condition is not finished, or its problems are not there any more.
+    """
+    source = RunDir.load(run, stage="eval")
+    _ = source.results  # refuses an unfinished run
+    known = {field.name for field in fields(EvalConfig)}
+    old = {k: v for k, v in source.manifest["config"].items() if k in known}
+    old |= {"grading": grading, "output_dir": str(out)}
+    config = EvalConfig(**(old if data_dir is None else old | {"data_dir": data_dir}))
+    problems, competent = load_test_set(config)
+    rows = []
+    with (
+        RunDir.open(out, config, stage="eval", overwrite=overwrite) as folder,
+        Grader(mode=config.grading) as grader,
+    ):
+        for mode in config.conditions:
+            before = read_condition(run / mode)
+            graded = asyncio.run(_grade_all(grader, problems, before.store))
+            _write_store(out / mode / STORE, graded, before.settings, grading)
+            summary = summarise(graded, competent=competent)
+            row = {name: before.results[name] for name in ("checkpoint", "condition")} | summary
+            write_condition(out / mode, row, graded)
+            rows.append(row)
+            logger.info("%s: %d rows graded again", mode, len(graded))
+        results = {"rows": rows, "comparisons": []}
+        folder.write_json("results.json", results)
+        folder.finish({"rows": rows})
+    return results
+
+
+async def _grade_all(
+    grader: Grader, problems: Sequence[Problem], store: TrajectoryStore
+) -> list[Trajectory]:
+    by_id = {problem.id: problem for problem in problems}
+    rows = store.load()
+    missing = sorted({t.problem_id for t in rows} - by_id.keys())
+    if missing:
+        raise ConditionError(
+            f"{store.folder}: {len(missing)} problems, such as {missing[0]}, are not in the sets "
+            "that the run names; expected them unchanged"
+        )
+    return await asyncio.gather(*(_grade_one(grader, by_id[t.problem_id], t) for t in rows))
+
+
+async def _grade_one(grader: Grader, problem: Problem, trajectory: Trajectory) -> Trajectory:
+    if trajectory.fault is not None:
+        return trajectory
+    return await grade_trajectory(grader, problem, trajectory)
+
+
+def _write_store(
+    folder: Path, rows: Sequence[Trajectory], settings: Mapping[str, Any], grading: str
+) -> None:
+    store = TrajectoryStore(folder)
+    for number, start in enumerate(range(0, len(rows), _SHARD_ROWS)):
+        store.write(f"part-{number:05d}", rows[start : start + _SHARD_ROWS])
+    changed = json.loads(json.dumps(settings))
+    changed.setdefault("settings", {})["grading"] = grading
+    atomic_write_json(folder / FILE_NAME, changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
