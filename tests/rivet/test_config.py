@@ -13,7 +13,8 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from rivet.config import ConfigError, load_config, own_fields, parse_config, to_plain
+from rivet.config import ConfigError, load_config, parse_config
+from rivet.config_help import own_fields, to_plain
 from rivet.typed_values import describe
 
 ROOT = Path(__file__).parents[2]

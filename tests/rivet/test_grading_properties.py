@@ -64,6 +64,11 @@ def test_a_damaged_gold_gets_a_verdict(gold, answer, cut):
     assert decide_math(gold, gold[:cut] + answer + gold[cut:])[0] in ("right", "wrong")
 
 
+@pytest.mark.parametrize("answer", [r"18\text{ cm^}^2", "18 cm^^2", "18 cm^-", "18 m^2^3"])
+def test_a_unit_with_a_broken_power_is_wrong(answer):
+    assert decide_math(r"18\text{ cm}^2", answer)[0] == "wrong"
+
+
 @pytest.mark.parametrize("gold", GOLDS)
 def test_a_gold_in_a_box_is_right(gold):
     boxed = extract(rf"Hence \boxed{{{gold}}}.").answer

@@ -1,0 +1,168 @@
+"""Frozen experts and the cache of their states."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rivet.latent.cache import CacheError, StateCache, read_states
+from rivet.latent.experts import ExpertError, ExpertSpec, FrozenExpert
+from rivet.latent.states import ExpertStates, ProblemStates
+from tests.conftest import build_tokenizer
+from tests.rivet.latent.conftest import LAST_K, tiny_llama
+
+PROBLEMS = ["What is 12 + 18?", "3", "Compute 3 + 4 * 5 and say what is 23 and what is 12."]
+
+
+def make(**spec: object) -> FrozenExpert:
+    """A small Llama expert with a chat template."""
+    tokenizer = build_tokenizer(["<|im_start|>", "<|im_end|>"], [])
+    values = {"name": "e", "path": "here", "last_k": LAST_K, **spec}
+    return FrozenExpert(ExpertSpec(**values), tiny_llama(len(tokenizer.hf)), tokenizer.hf)
+
+
+def test_states_are_the_hidden_states_of_the_last_tokens(experts: list[FrozenExpert]) -> None:
+    for expert in experts:
+        states = expert.read(PROBLEMS)
+        for n, problem in enumerate(PROBLEMS):
+            ids = torch.tensor([expert.encode(problem)])
+            hidden = expert.model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+            count = min(LAST_K, ids.size(1))
+            assert states.mask[n].tolist() == [False] * (LAST_K - count) + [True] * count
+            torch.testing.assert_close(
+                states.values[n, LAST_K - count :], hidden[-count:], rtol=1e-4, atol=1e-4
+            )
+            assert not states.values[n, : LAST_K - count].any()
+
+
+def test_layers_are_stacked_in_the_order_given() -> None:
+    both = make(layers=(0, -1)).read(PROBLEMS)
+    assert both.values.shape == (3, 2 * LAST_K, 32)
+    torch.testing.assert_close(both.values[:, :LAST_K], make(layers=(0,)).read(PROBLEMS).values)
+    torch.testing.assert_close(both.values[:, LAST_K:], make().read(PROBLEMS).values)
+
+
+def test_a_chat_expert_reads_its_template_and_problems_cannot_forge_control_tokens() -> None:
+    expert = make(reading="chat")
+    control = expert.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ids = expert.encode("12 <|im_start|>")
+    assert ids.count(control) == 2  # the template's own: the user's turn and the answer's
+    assert expert.tokenizer.decode(ids).endswith("assistant\n")
+
+
+def test_an_expert_in_bfloat16_gives_bfloat16_states_that_join_others(tmp_path: Path) -> None:
+    model = make()
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    half = FrozenExpert.load(ExpertSpec("half", str(tmp_path), dtype="bfloat16", last_k=LAST_K))
+    states = half.read(PROBLEMS)
+    assert states.values.dtype == torch.bfloat16
+    joined = read_states([half, make()], PROBLEMS, tmp_path / "cache")
+    assert joined.values.dtype == torch.float32
+    torch.testing.assert_close(joined.values[:, 0], joined.values[:, 1], rtol=0.2, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": (7,)}, "layer 7 .* expected -3 to 2"),
+        ({"last_k": 0}, "last_k is 0"),
+        ({"layers": ()}, "at least one token and one layer"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ExpertError, match=message):
+        make(**change)
+
+
+def test_a_missing_chat_template_is_refused_with_the_way_out() -> None:
+    tokenizer = build_tokenizer(["<|im_end|>"], [])
+    tokenizer.hf.chat_template = None
+    spec = ExpertSpec("e", "some/model", reading="chat")
+    with pytest.raises(ExpertError, match="some/model has no chat template; .* reading: plain"):
+        FrozenExpert(spec, tiny_llama(len(tokenizer.hf)), tokenizer.hf)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExpertError, match="expert e: .* cannot be loaded"):
+        FrozenExpert.load(ExpertSpec("e", str(tmp_path)))
+
+
+@pytest.mark.parametrize("given", ["text", {"name": "e"}, {"name": "e", "path": "p", "layer": 1}])
+def test_recipe_entries_are_checked(given: object) -> None:
+    with pytest.raises(ExpertError, match="expected"):
+        ExpertSpec.from_mapping(given)
+
+
+def test_an_expert_reads_a_problem_once(tmp_path: Path) -> None:
+    first = StateCache(tmp_path, make())
+    fresh = first.states([*PROBLEMS, PROBLEMS[0]])
+    assert first.num_read == 3
+    torch.testing.assert_close(fresh.values[0], fresh.values[3])
+    second = StateCache(tmp_path, make(), checks=0)
+    again = second.states([PROBLEMS[2], "new", PROBLEMS[0]])
+    assert second.num_read == 1
+    torch.testing.assert_close(again.values[0], fresh.values[2])
+    torch.testing.assert_close(again.values[2], fresh.values[0])
+
+
+def test_another_revision_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    other = make()
+    with torch.no_grad():
+        next(other.model.parameters()).add_(0.1)
+    first, second = StateCache(tmp_path, make()), StateCache(tmp_path, other)
+    assert first.key != second.key and first.folder != second.folder
+    for change in ({"last_k": 3}, {"layers": (0,)}, {"reading": "chat"}):
+        assert StateCache(tmp_path, make(**change)).key != first.key
+
+
+def test_files_of_another_revision_are_detected(tmp_path: Path) -> None:
+    other = make()
+    with torch.no_grad():
+        next(other.model.parameters()).add_(0.1)
+    poisoned, source = StateCache(tmp_path, make()), StateCache(tmp_path, other)
+    source.states(PROBLEMS)
+    assert poisoned.folder is not None and source.folder is not None
+    shutil.copytree(source.folder, poisoned.folder)
+    with pytest.raises(CacheError, match="describes another expert"):
+        StateCache(tmp_path, make())
+    (poisoned.folder / "expert.json").unlink()
+    with pytest.raises(CacheError, match="states of another expert or revision"):
+        StateCache(tmp_path, make())
+
+
+def test_states_that_were_changed_in_place_are_detected(tmp_path: Path) -> None:
+    cache = StateCache(tmp_path, make())
+    cache.states(PROBLEMS)
+    assert cache.folder is not None
+    (path,) = cache.folder.glob("*.safetensors")
+    tensors = load_file(path)
+    save_file({**tensors, "values": tensors["values"] + 0.5}, path, metadata={"key": cache.key})
+    with pytest.raises(CacheError, match="are not what here gives now"):
+        StateCache(tmp_path, make()).states(PROBLEMS)
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    cache = StateCache(tmp_path, make())
+    cache.states(PROBLEMS)
+    assert cache.folder is not None
+    (path,) = cache.folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CacheError, match=path.name):
+        StateCache(tmp_path, make())
+
+
+def test_states_of_experts_over_other_problems_do_not_join() -> None:
+    def states(n: int) -> ProblemStates:
+        return ProblemStates(torch.zeros(n, 2, 8), torch.ones(n, 2, dtype=torch.bool))
+
+    with pytest.raises(ValueError, match="same problems"):
+        ExpertStates.of({"a": states(2), "b": states(3)})
+    joined = ExpertStates.of({"a": states(2), "b": states(2)})
+    with pytest.raises(ValueError, match="no expert 'c'"):
+        joined.without("c")
+    assert joined.only("b").mask.any(2).tolist() == [[False, True]] * 2
