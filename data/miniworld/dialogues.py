@@ -4,7 +4,10 @@ A dialogue shows the form of a consultation and nothing of the solution: the exp
 uniformly, whatever the family, its reply is what its script says, and the answer is copied from the
 program's output, right or wrong, never from the gold. In a small share the program fails: a
 controller that has to write its own replies will write broken programs at first, and must know how
-a turn goes on behind a traceback. No tokens here; the warm start renders them.
+a turn goes on behind a traceback. In another share the output is a number that no program gave: an
+output that can be guessed from the operands invites a tiny model to guess long answers instead of
+copying them, and one seed in seven never stopped doing so. No tokens here; the warm start renders
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from data.miniworld.tasks import FAMILIES, build_split, request_for
 from data.problems import Problem
 
 FAILING_SHARE = 0.05
+SURPRISING_SHARE = 0.10
 NO_ANSWER = "?"  # what a turn is closed with when there is no output to copy
 _FENCE = "```python\n"
 _CELL = "<cell>"  # the file name in the sandbox's tracebacks
@@ -35,7 +39,8 @@ class Dialogue:
         expert: Who is consulted.
         request: The request, with the problem's operands.
         reply: The expert's reply: a sentence and one fenced program.
-        output: What the program prints, as the sandbox shows it.
+        output: What the program prints, as the sandbox shows it; in `SURPRISING_SHARE` of the
+            dialogues an arbitrary number of four to six digits.
         answer: The final answer: the output, or `NO_ANSWER` where the program fails.
         is_failing: Whether the program fails. No expert of the mini-world writes such a program.
     """
@@ -73,6 +78,8 @@ def scripted_dialogue(problem: Problem, expert: str, seed: int) -> Dialogue:
         reply = reply.replace(code, broken)
         return Dialogue(problem, expert, request, reply, _error_of(broken), NO_ANSWER, True)
     output = run_script(code)
+    if rng.random() < SURPRISING_SHARE:
+        output = str(rng.randrange(1000, 10**6))
     return Dialogue(problem, expert, request, reply, output, output)
 
 

@@ -137,7 +137,9 @@ def request_for(problem: Problem) -> str:
 
 
 def operand_key(family: str, expression: str) -> str:
-    """Identify a problem by its operands: order, and the unknown's name, make no difference."""
+    """Identify a problem by its operands: order, sign of a whole equation and name of the unknown
+    make no difference.
+    """
     if family == "chain_sum":
         terms = re.findall(r"[+-]?\d+", expression.replace(" ", ""))
         parts = sorted(term if term[0] in "+-" else f"+{term}" for term in terms)
@@ -145,7 +147,12 @@ def operand_key(family: str, expression: str) -> str:
         parts = sorted(re.findall(r"\d+", expression), key=int)
     elif family == "simple_equations":
         left, right = re.sub(r"[a-z]", "x", expression.replace(" ", "")).split("=")
-        parts = [*sorted(_signed(term) for term in re.findall(r"[+-]?[^+-]+", left)), right]
+        terms = [_signed(term) for term in re.findall(r"[+-]?[^+-]+", left)]
+        # `8 - 5x = -212` and `5x - 8 = 212` are one problem.
+        if right.startswith("-") or (right == "0" and any(re.match(r"-.*x", t) for t in terms)):
+            terms = [("-" if term[0] == "+" else "+") + term[1:] for term in terms]
+            right = right.removeprefix("-")
+        parts = [*sorted(terms), right]
     else:
         parts = expression.split("/")
     return f"{family}/{','.join(parts)}"

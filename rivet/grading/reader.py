@@ -21,7 +21,8 @@ from rivet.grading.answers import (
 )
 from rivet.grading.equality import is_near
 from rivet.grading.normalize import MAX_LENGTH, ungroup
-from rivet.grading.syntax import FUNCTIONS, parse
+from rivet.grading.notation import FUNCTIONS
+from rivet.grading.syntax import parse
 from rivet.grading.units import split_unit
 from rivet.grading.verdict import Unreadable
 

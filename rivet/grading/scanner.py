@@ -1,11 +1,13 @@
 """Walk over the text of an expression, with bounds on its depth and size.
 
-The parser (`syntax.py`) builds on it; nothing here knows what the notation means.
+The parser (`syntax.py`) builds on it; nothing here knows what the notation means, beyond what may
+follow a name.
 """
 
 import re
 
 from rivet.grading.normalize import matching
+from rivet.grading.notation import PRIMES
 from rivet.grading.verdict import Unreadable
 
 MAX_DEPTH = 40
@@ -89,3 +91,19 @@ class Scanner:
             return match.group(1)
         self.at += 1
         return self.text[self.at - 1 : self.at]
+
+    def decoration(self) -> str:
+        """Read the index and the primes behind a name."""
+        out = ""
+        while True:
+            if self.peek() == "_":
+                self.at += 1
+                out += "_" + self.raw_argument()
+            elif self.peek() == "'":
+                self.at += 1
+                out += "'"
+            elif match := PRIMES.match(self.rest()):
+                self.at += match.end()
+                out += "'" * max(match.group().count("prime"), 1)
+            else:
+                return out

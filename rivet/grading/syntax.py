@@ -8,34 +8,24 @@ executed. Depth is bounded, and time is linear in the text.
 import re
 from fractions import Fraction
 
+from rivet.grading.notation import (
+    ACCENTS,
+    FUNCTIONS,
+    GREEK,
+    INVERSE,
+    LETTERS,
+    MIXED,
+    NUMBER,
+    NUMBER_FRACTION,
+    PLAIN_NAMES,
+    POINTS,
+    REPEATING,
+    TEXT,
+    decimal,
+)
 from rivet.grading.scanner import Scanner
 from rivet.grading.tree import Node, number
 from rivet.grading.verdict import Unreadable
-
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma "
-    "varsigma tau upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi "
-    "Omega hbar ell mho".split()
-)
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth ln log "
-    "lg exp max min gcd lcm".split()
-)
-_PLAIN_NAMES = {
-    "sqrt": "sqrt", "pi": "pi", "inf": "infty", "infinity": "infty", "infty": "infty",
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "binom": "binom",
-} | {name: name for name in FUNCTIONS}  # fmt: skip
-_ACCENTS = frozenset("vec dot ddot bar hat tilde overline widehat mathcal mathbf mathbb".split())
-_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
-
-_NUMBER = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d+(?![\d.]))?|\.\d+(?:[eE][+-]?\d+(?![\d.]))?")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\s*\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
-_MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_NUMBER_FRACTION = re.compile(r"\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)")
-_LETTERS = re.compile(r"[A-Za-z]+")
-_POINTS = re.compile(r"(?:\s*[A-Za-z](?:_\{?\d+\}?)?'*)+")
-_PRIMES = re.compile(r"\^\s*\{?\s*(\\prime\s*)+\}?|\^\s*\{?\s*\*\s*\}?(?!\w)")
-_TEXT = re.compile(r"\\text\{\s*([A-Za-z])\s*\}")
 
 
 def parse(text: str) -> Node:
@@ -50,22 +40,6 @@ def parse(text: str) -> Node:
     if parser.at < len(text):
         raise Unreadable(f"cannot read {text[parser.at : parser.at + 20]!r}")
     return node
-
-
-def decimal(text: str) -> Fraction:
-    """Return the exact value of a decimal numeral, which may have an exponent.
-
-    Raises:
-        Unreadable: The exponent is absurd.
-    """
-    mantissa, _, exponent = text.lower().partition("e")
-    if exponent and abs(int(exponent[:8])) > 5000:
-        raise Unreadable("the exponent is too large")
-    whole, _, part = mantissa.partition(".")
-    if len(whole) + len(part) > 4000:
-        raise Unreadable("the number has too many digits")
-    value = Fraction(int(whole + part or "0"), 10 ** len(part))
-    return value * Fraction(10) ** int(exponent) if exponent else value
 
 
 class _Parser(Scanner):
@@ -112,7 +86,7 @@ class _Parser(Scanner):
         """
         behind = self.text[: self.at].rstrip()[-1:]
         starts_number = self.peek().isdigit() or self.peek() == "."
-        if before.op == "number" and _NUMBER_FRACTION.match(self.text, self.at):
+        if before.op == "number" and NUMBER_FRACTION.match(self.text, self.at):
             raise self.fail("a mixed number that is none")
         factor = self.power()
         is_coefficient = behind in "})" and self.starts_factor()
@@ -217,13 +191,13 @@ class _Parser(Scanner):
         raise self.fail("cannot read")
 
     def numeral(self) -> Node:
-        repeating = _REPEATING.match(self.text, self.at)
+        repeating = REPEATING.match(self.text, self.at)
         if repeating:
             self.at = repeating.end()
             whole, fixed, cycle = repeating.groups()
             tail = Fraction(int(cycle), 10 ** len(cycle) - 1) / 10 ** len(fixed)
             return number(decimal(f"{whole or 0}.{fixed or 0}") + tail)
-        mixed = _MIXED.match(self.text, self.at)
+        mixed = MIXED.match(self.text, self.at)
         if mixed:
             whole = int(mixed.group(1))
             over = int(mixed.group(2) or mixed.group(3))
@@ -231,7 +205,7 @@ class _Parser(Scanner):
             if 0 < over < under and whole > 0:
                 self.at = mixed.end()
                 return number(whole + Fraction(over, under))
-        match = _NUMBER.match(self.text, self.at)
+        match = NUMBER.match(self.text, self.at)
         if match is None:
             raise self.fail("cannot read")
         self.at = match.end()
@@ -240,12 +214,12 @@ class _Parser(Scanner):
         return number(decimal(match.group()))
 
     def word(self) -> Node:
-        match = _LETTERS.match(self.text, self.at)
+        match = LETTERS.match(self.text, self.at)
         assert match is not None
         run = match.group()
-        if run in _PLAIN_NAMES:
+        if run in PLAIN_NAMES:
             self.at = match.end()
-            return self.named(_PLAIN_NAMES[run])
+            return self.named(PLAIN_NAMES[run])
         if len(run) > 3:
             if not run.isupper():
                 raise self.fail("a word in the mathematics")
@@ -264,24 +238,6 @@ class _Parser(Scanner):
         if self.peek() == "(" and (name in "fghFGHPQ" or self.argument_is_number()):
             return Node("opaque", self.arguments(), name=name)
         return Node("symbol", name=name)
-
-    def decoration(self) -> str:
-        out = ""
-        while True:
-            if self.peek() == "_":
-                self.at += 1
-                out += "_" + self.raw_argument()
-            elif self.peek() == "'":
-                self.at += 1
-                out += "'"
-            elif match := _PRIMES.match(self.rest()):
-                self.at += match.end()
-                out += "'" * max(match.group().count("prime"), 1)
-            else:
-                return out
-
-    def rest(self) -> str:
-        return self.text[self.at : self.at + 60]
 
     def argument_is_number(self) -> bool:
         return re.match(r"\(\s*-?[\d.]+\s*\)", self.rest()) is not None
@@ -317,7 +273,7 @@ class _Parser(Scanner):
         return node
 
     def letter_or_command(self) -> Node:
-        letter = _TEXT.match(self.text, self.at)
+        letter = TEXT.match(self.text, self.at)
         if letter:
             self.at = letter.end()
             return self.symbol(letter.group(1))
@@ -352,10 +308,10 @@ class _Parser(Scanner):
             return self.series(name)
         if name in GREEK:
             return self.symbol("\\" + name)
-        if name in _ACCENTS:
+        if name in ACCENTS:
             return Node("symbol", name=f"{name}({self.raw_argument()}){self.decoration()}")
         if name in ("angle", "triangle", "overarc"):
-            match = _POINTS.match(self.text, self.at)
+            match = POINTS.match(self.text, self.at)
             if match:
                 self.at = match.end()
                 return Node("symbol", name=name + match.group().replace(" ", ""))
@@ -417,9 +373,9 @@ class _Parser(Scanner):
         elif base is not None:
             raise self.fail("an index on a function")
         elif exponent is not None and exponent == Node("neg", (number(1),)):
-            if name not in _INVERSE:
+            if name not in INVERSE:
                 raise self.fail("an inverse function")
-            return Node(_INVERSE[name], args)
+            return Node(INVERSE[name], args)
         else:
             node = Node(name, args)
         return node if exponent is None else Node("pow", (node, exponent))

@@ -139,7 +139,7 @@ def read_unit(text: str) -> Unit | None:
             continue
         name, _, power = token.partition("^")
         known = _look_up(name)
-        if known is None:
+        if known is None or not re.fullmatch(r"(?:-?[0-9])?", power):
             return None
         exponent = sign * (int(power) if power else pending)
         pending = 1

@@ -6,6 +6,8 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data.problems import Problem, ProblemFileError, load_problems
@@ -71,3 +73,69 @@ def test_json_that_the_parser_gives_up_on_names_its_line(tmp_path: Path, value: 
     path.write_text('{"id": "a", "problem": "p", "answer": "1"}\n' + value + "\n")
     with pytest.raises(ProblemFileError, match=r"deep\.jsonl:2: cannot be read"):
         load_problems(path)
+
+
+def test_every_broken_row_is_named_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD, "{", {**GOOD, "id": "b", "answer": ""}, GOOD)
+    with pytest.raises(ProblemFileError) as error:
+        load_problems(path)
+    message = str(error.value)
+    for number, what in ((2, "not valid JSON"), (3, "answer is empty"), (4, "already on line 1")):
+        assert f"a.jsonl:{number}: " in message and what in message
+    assert message.endswith(f"3 faults in {path}, beside 1 good rows")
+
+
+def test_a_byte_order_mark_is_no_fault_and_a_bad_byte_names_its_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(load_problems(path)) == 1
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\n[\n")
+    with pytest.raises(
+        ProblemFileError, match=r"a.jsonl:2: cannot be read(.|\n)*a.jsonl:3: not val"
+    ):
+        load_problems(path)
+
+
+def test_a_cut_gzip_file_is_named_with_what_could_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    rows = "".join(json.dumps({**GOOD, "id": str(n)}) + "\n" for n in range(2000))
+    path.write_bytes(gzip.compress(rows.encode())[:-30])
+    with pytest.raises(ProblemFileError, match=r"a.jsonl.gz:\d+: cannot be read"):
+        load_problems(path)
+
+
+def test_parquet_is_read_and_choices_become_letters(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    row = {"id": "q/1", "problem": "Which?", "choices": ["no", "yes"], "correct": 1}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    (problem,) = load_problems(path)
+    assert problem.problem == (
+        "Which?\n\nA) no\nB) yes\n\nAnswer with the letter of the right option."
+    )
+    assert (problem.answer, problem.kind, problem.meta) == (
+        "B",
+        "choice",
+        {"choices": ["no", "yes"]},
+    )
+    path.write_bytes(b"PAR1")
+    with pytest.raises(ProblemFileError, match="expected a parquet file"):
+        load_problems(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choices": ["one"]}, "expected a list of 2 to 10"),
+        ({"choices": "ab"}, "expected a list of 2 to 10"),
+        ({"correct": 2}, "correct is 2; expected the index of the right choice, 0 to 1"),
+        ({"correct": True}, "correct is True"),
+        ({"correct": 1, "answer": "A"}, "answer is 'A', but correct is 1"),
+        ({"answer": "C"}, "expected a letter from A to B"),
+        ({}, "answer is None; expected a letter"),
+    ],
+)
+def test_choices_that_do_not_fit_are_named(tmp_path: Path, change: dict, message: str) -> None:
+    row = {"id": "q/1", "problem": "Which?", "choices": ["no", "yes"]} | change
+    with pytest.raises(ProblemFileError, match="a.jsonl:1: ") as error:
+        load_problems(write(tmp_path / "a.jsonl", row))
+    assert message in str(error.value)

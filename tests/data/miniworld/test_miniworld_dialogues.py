@@ -33,12 +33,22 @@ def test_the_expert_is_uniform_and_independent_of_the_family(dialogues):
     assert chi2 < 45  # 18 degrees of freedom beyond the fixed families: p = 0.0004
 
 
+def run_script_or_none(dialogue):
+    return None if dialogue.is_failing else run_script(code_of(dialogue.reply))
+
+
 def test_the_answer_is_the_output_of_the_reply_and_often_not_the_gold(dialogues):
-    sound = [d for d in dialogues if not d.is_failing]
-    for dialogue in sound:
-        assert dialogue.answer == dialogue.output == run_script(code_of(dialogue.reply))
+    assert all(d.answer == d.output for d in dialogues if not d.is_failing)
+    sound = [d for d in dialogues if d.output == run_script_or_none(d)]
     wrong = sum(dialogue.answer != dialogue.problem.answer for dialogue in sound)
     assert 0.6 < wrong / len(sound) < 0.72  # 1 - (1 + 0.35) / 4 = 0.66
+
+
+def test_some_outputs_are_long_numbers_that_cannot_be_guessed(dialogues):
+    ran = [d for d in dialogues if not d.is_failing]
+    surprising = [d for d in ran if d.output != run_script(code_of(d.reply))]
+    assert 0.09 < len(surprising) / len(ran) < 0.11
+    assert {len(d.output) for d in surprising} == {4, 5, 6}
 
 
 def test_a_few_programs_fail_and_leave_nothing_to_answer(dialogues):
@@ -113,7 +123,8 @@ async def test_an_output_is_what_the_sandbox_shows(dialogues):
 
     async with PythonSandbox() as box:
         failing = [d for d in dialogues if d.is_failing]
-        for dialogue in [*dialogues[:60], *failing[:30]]:
+        honest = [d for d in dialogues if d.output == run_script_or_none(d)]
+        for dialogue in [*honest[:60], *failing[:30]]:
             result = await box.run(code_of(dialogue.reply))
             status = "error" if dialogue.is_failing else "ok"
             assert (result.status, result.text()) == (status, dialogue.output)

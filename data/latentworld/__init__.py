@@ -1,0 +1,1 @@
+"""The latent world: four small families, three hard ones and one that the policy solves alone."""

@@ -1,0 +1,81 @@
+"""Training problems: what is dropped is counted, and nothing of an evaluation is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.cli import main as rivet
+from stages.problems import ProblemsConfig, ProblemsError, run
+
+HELD_OUT = (
+    "Find the number of ordered pairs of positive integers a and b such that their product is "
+    "at most one hundred and their sum is a prime number."
+)
+
+
+def write(path: Path, rows: list[tuple[str, str]]) -> str:
+    lines = [
+        json.dumps({"id": f"r{n}", "problem": problem, "answer": answer})
+        for n, (problem, answer) in enumerate(rows)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_each_reason_drops_its_own_and_is_counted(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "all.jsonl",
+        [
+            ("What is 1 + 1?", "2"),
+            ("what is  1 + 1?", "2"),  # the same, differently spaced
+            ("word " * 50, "3"),
+            ("What is a colour?", "a colour that nobody can grade \\frac{"),
+            (f"Warm up first. {HELD_OUT} Show your work.", "5"),
+            ("What is 2 + 2?", "4"),
+        ],
+    )
+    held_out = write(tmp_path / "test.jsonl", [(HELD_OUT, "5")])
+    output = tmp_path / "out" / "train.jsonl"
+    counts = run(ProblemsConfig(source, str(output), decontaminate=[held_out], max_words=45))
+    assert {k: counts[k] for k in ("read", "too long", "repeated", "cannot be graded")} == {
+        "read": 6,
+        "too long": 1,
+        "repeated": 1,
+        "cannot be graded": 1,
+    }
+    assert counts["in an evaluation"] == 1 and counts["kept"] == 2
+    kept = [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+    assert kept == ["2", "4"]
+    assert json.loads(output.with_suffix(".funnel.json").read_text()) == counts
+
+
+def test_the_command_writes_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "all.jsonl", [("What is 1 + 1?", "2"), ("What is 2 + 2?", "4")])
+    output = tmp_path / "train.jsonl"
+    assert rivet(["problems", source, "--output", str(output), "--limit", "1"]) == 0
+    assert f"problems: {output}" in capsys.readouterr().out
+    assert len(output.read_text().splitlines()) == 1
+
+
+def test_nothing_left_is_an_error(tmp_path: Path) -> None:
+    source = write(tmp_path / "all.jsonl", [("What is 1 + 1?", "2")])
+    with pytest.raises(ProblemsError, match="nothing is left"):
+        run(ProblemsConfig(source, str(tmp_path / "x.jsonl"), max_words=2))
+
+
+def test_a_data_set_out_of_reach_says_what_was_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ProblemsError, match="cannot be loaded .no route.*expected a file, or"):
+        run(ProblemsConfig("nobody/nothing", str(tmp_path / "x.jsonl")))
