@@ -1,0 +1,180 @@
+"""Export of a latent policy: a folder that names the experts it needs, verified before it is named.
+
+    rivet export runs/latent/mini/full --output_dir exports/latent
+
+Written: policy and adapter as safetensors, tokenizer, `rivet.json`, a card with the measured rows
+and the experts with their revisions. `rivet export` comes here by itself for a latent policy. A
+fresh process loads the folder (which needs rivet: the architecture is ours), and must give the
+same logits and the same attention.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rivet.checkpoints import load_tokenizer
+from rivet.files import atomic_folder, atomic_write_text
+from rivet.latent.policy import LatentPolicy, load_policy
+from rivet.latent.prompts import LatentPrompts, add_placeholder
+from rivet.latent.sampling import pad_left
+from rivet.prompts import PromptBuilder
+from rivet.settings import ProtocolSettings
+
+logger = logging.getLogger(__name__)
+
+PROBES = ("Primes from 12 to 57.", "Calculate 3 + 4 - 1 + 8.", "Solve 5*x - 8 = 12.")
+
+
+class LatentExportError(RuntimeError):
+    """An export does not give what its policy gives."""
+
+
+def export_latent(source: Path, target: Path, *, name: str, tolerance: float) -> Path:
+    """Write a checked export; `target` must not exist.
+
+    Args:
+        source: Checkpoint folder of a latent run.
+        target: The export.
+        name: Of the model on its card.
+        tolerance: Largest difference of a logit after loading.
+
+    Raises:
+        LatentExportError: The export does not reproduce logits.
+    """
+    policy, tokenizer = load_policy(source), load_tokenizer(source)
+    settings = ProtocolSettings.load(source)
+    with atomic_folder(target) as folder:
+        policy.save_pretrained(folder)
+        tokenizer.hf.save_pretrained(folder)
+        settings.save(folder)
+        atomic_write_text(folder / "README.md", card(policy, name, _results(source)))
+        difference = _verify(source, folder)
+        if not difference <= tolerance:
+            raise LatentExportError(
+                f"{target}: logits differ by {difference:.3g} after loading, expected at most "
+                f"{tolerance:.3g}; nothing was exported"
+            )
+    logger.info("exported %s; logits differ by at most %.1g after loading", target, difference)
+    return target
+
+
+def _results(source: Path) -> Mapping[str, Any]:
+    """Results of the run that a checkpoint lies in; empty without one."""
+    path = source.parent / "results.json"
+    if source.name != "checkpoint" or not path.is_file():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def card(policy: LatentPolicy, name: str, results: Mapping[str, Any]) -> str:
+    """The model card."""
+    parameters = sum(p.numel() for p in policy.parameters())
+    adapter = policy.model.context_adapter
+    phi = 0 if adapter is None else sum(p.numel() for p in adapter.parameters())
+    lines = [
+        "---",
+        "library_name: transformers",
+        "license: apache-2.0",
+        "tags: [rivet, latent-collaboration]",
+        "---",
+        f"# {name}",
+        "",
+        "A policy that listens to the hidden states of frozen experts (n-Musketeers, "
+        f"arXiv:2602.09173). {parameters:,} parameters, {phi:,} of them the adapter's. "
+        "Load it with `rivet.latent.policy.load_policy(folder)`.",
+        "",
+        "## Experts that it needs",
+        "",
+        "| expert | model | revision | layers | last tokens | read as | fingerprint |",
+        "|---|---|---|---|---:|---|---|",
+        *[
+            f"| {e['name']} | {e['path']} | {e['revision'] or '-'} | {e['layers']} | "
+            f"{e['last_k']} | {e['reading']} | {e['fingerprint']} |"
+            for e in policy.config.experts
+        ],
+        "",
+        "The fingerprint is a digest of weights and tokenizer: other experts than these were not "
+        "listened to in training.",
+        "",
+        "## Measured",
+        "",
+        *_measured(results.get("rows", [])),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return ["Nothing was measured."]
+    return [
+        "| condition | family | accuracy % | 95% interval | problems |",
+        "|---|---|---:|---:|---:|",
+        *[
+            f"| {r['condition']} | {r['family']} | {100 * r['accuracy']:.1f} | "
+            f"{100 * r['ci_low']:.1f} to {100 * r['ci_high']:.1f} | {r['n']} |"
+            for r in rows
+        ],
+    ]
+
+
+@torch.no_grad()
+def probe(folder: Path) -> dict[str, torch.Tensor]:
+    """Logits of some prompts with made-up expert states, which need no expert."""
+    policy, tokenizer = load_policy(folder), load_tokenizer(folder)
+    placeholder = add_placeholder(tokenizer)[1]
+    builder = PromptBuilder(tokenizer, ProtocolSettings.load(folder))
+    prompts = LatentPrompts(builder, placeholder, policy.config.num_context_tokens)
+    ids, mask = pad_left([prompts.build(text) for text in PROBES], 0)
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    adapter = policy.config.adapter
+    if adapter and adapter["routing"] != "constant":
+        shape = (len(adapter["expert_names"]), adapter["num_slots"])
+        generator = torch.Generator().manual_seed(0)
+        width = max(adapter["expert_widths"])
+        given["expert_states"] = torch.randn(len(PROBES), *shape, width, generator=generator)
+        given["expert_mask"] = torch.ones(len(PROBES), *shape, dtype=torch.bool)
+    return {"ids": ids, "logits": policy(**given).logits.float().contiguous()}
+
+
+def _verify(source: Path, folder: Path) -> float:
+    """Largest difference between logits of the source, here, and of the export, elsewhere."""
+    expected = probe(source)
+    with tempfile.TemporaryDirectory() as scratch:
+        found_path = Path(scratch) / "found.safetensors"
+        done = subprocess.run(
+            [sys.executable, "-m", "stages.latent.export", str(folder.resolve()), str(found_path)],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"},
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise LatentExportError(f"{folder}: a fresh process cannot use the export: {last}")
+        found = load_file(found_path)
+    if not torch.equal(found["ids"], expected["ids"]):
+        raise LatentExportError(f"{folder}: its tokenizer reads the probes otherwise")
+    difference = (found["logits"] - expected["logits"]).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """For `_verify`: write the probes' logits of FOLDER to FILE."""
+    folder, file = sys.argv[1:] if argv is None else argv
+    save_file(probe(Path(folder)), file)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

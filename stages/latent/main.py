@@ -1,0 +1,124 @@
+"""Latent collaboration: a policy learns by RL to use the hidden states of frozen experts.
+
+    rivet latent stages/recipes/latent_mini.yaml
+
+    OUTPUT_DIR/full/          the run of the arm (`stages.latent.run`)
+    OUTPUT_DIR/shuffled/      and of each of its controls
+    OUTPUT_DIR/results.json   all of them
+    OUTPUT_DIR/report.html    accuracies, attention, entropy and reward
+
+An interrupted command goes on where it was; a finished arm is not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rivet.config import parse_config, to_plain
+from rivet.files import atomic_write_json
+from rivet.runs import RunFinishedError
+from stages.latent.config import LatentConfig, arm_folder
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: LatentConfig) -> list[dict[str, Any]]:
+    """Run the arm and its controls, or what is left of them.
+
+    Returns:
+        The results of each, in order.
+    """
+    assert config.output_dir is not None
+    folder = Path(config.output_dir)
+    results = []
+    for arm in [config.arm, *config.controls]:
+        expert = config.expert if arm == config.arm else ""
+        results.append(finished_or_run(with_arm(config, folder, arm=arm, expert=expert)))
+        atomic_write_json(folder / "results.json", {"arms": results})
+    write_report_of(folder, results, config)
+    return results
+
+
+def with_arm(config: LatentConfig, folder: Path, **changes: Any) -> LatentConfig:
+    """The settings of one arm, checked again, in its own folder."""
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    # TRL derives one of these from the other and refuses both.
+    given["generation_batch_size"] = None
+    made = type(config)(**{**given, "controls": [], "output_dir": str(folder / "x"), **changes})
+    made.output_dir = str(folder / arm_folder(made))
+    return made
+
+
+def finished_or_run(config: LatentConfig) -> dict[str, Any]:
+    """Results of an arm, which is run if it is not finished."""
+    from stages.latent.run import run_arm
+
+    try:
+        return run_arm(config)
+    except RunFinishedError:
+        logger.info("%s is finished", config.output_dir)
+        path = Path(str(config.output_dir)) / "results.json"
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_report_of(folder: Path, results: Sequence[Mapping[str, Any]], config: Any) -> Path:
+    """The report page of some arms."""
+    from stages.latent.report import write_latent_report
+
+    return write_latent_report(folder, results, title="rivet latent", config=to_plain(config))
+
+
+def arms_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Accuracy of every arm and condition by family, in percent."""
+    families = list(dict.fromkeys(r["family"] for x in results for r in x["rows"]))
+    table = Table(title="held-out problems, greedy accuracy, %")
+    for name in ("arm", "condition"):
+        table.add_column(name)
+    for family in families:
+        table.add_column(family, justify="right")
+    for result in results:
+        conditions = list(dict.fromkeys(row["condition"] for row in result["rows"]))
+        for condition in conditions:
+            cells = {r["family"]: r for r in result["rows"] if r["condition"] == condition}
+            values = [_cell(cells.get(family)) for family in families]
+            table.add_row(name_of(result), condition, *values)
+    return table
+
+
+def name_of(result: Mapping[str, Any]) -> str:
+    """An arm with its expert."""
+    return f"one-expert: {result['expert']}" if result.get("expert") else str(result["arm"])
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    return "-" if row is None else f"{100 * row['accuracy']:.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet latent RECIPE.yaml [--name value ...]`; prints the arms."""
+    config = parse_config(
+        LatentConfig,
+        argv,
+        prog="rivet latent",
+        description="Latent collaboration: a policy learns to use frozen experts' hidden states.",
+    ).config
+    results = run(config)
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    console.print(arms_table(results))
+    for result in results:
+        print(f"{name_of(result)}: {result['cpu_s']:.0f} CPU s, {result['wall_s']:.0f} s")
+    print(f"results: {Path(str(config.output_dir)) / 'results.json'}")
+    print(f"report:  {Path(str(config.output_dir)) / 'report.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""What an arm begins with: problems, frozen experts, what is heard of them, and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from data.problems import Problem
+from eval.grade import load_gradable
+from rivet.latent.adapter import AdapterSettings
+from rivet.latent.cache import read_states
+from rivet.latent.experts import FrozenExpert
+from rivet.latent.policy import LatentPolicy
+from rivet.latent.prompts import LatentPrompts, add_placeholder, fit_embeddings
+from rivet.prompts import PromptBuilder
+from rivet.rollout.types import RolloutLimits
+from rivet.settings import FILE_NAME, ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from stages.latent.config import LatentConfig
+from stages.latent.listener import Listener
+from stages.latent.world import World, WorldSettings, open_world
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Problems and where policy and experts lie."""
+
+    train: list[Problem]
+    test: list[Problem]
+    policy: str
+    experts: list[FrozenExpert]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an arm begins with."""
+
+    policy: LatentPolicy
+    tokenizer: ProtocolTokenizer
+    settings: ProtocolSettings
+    prompts: LatentPrompts
+
+
+def gather(config: LatentConfig) -> Data:
+    """Read problems and load the experts; the latent world is built if it is not there."""
+    world = None
+    if config.uses_world:
+        world = open_world(
+            config.world,
+            WorldSettings(
+                seed=config.world_seed,
+                effort=config.world_effort,
+                train=config.problems_per_family,
+                validation=min(100, config.test_per_family),
+                test=config.test_per_family,
+                num_context_tokens=config.num_context_tokens,
+            ),
+        )
+    train = _training_problems(config, world)
+    test = world.problems(config.split) if world and not config.test_problems else []
+    if config.test_problems:
+        test = load_gradable(config.test_problems)
+        test = test[: config.test_per_family]
+    specs = world.specs() if world else config.specs()
+    if config.expert and config.expert not in [spec.name for spec in specs]:
+        raise ValueError(
+            f"expert is {config.expert!r}; expected one of {', '.join(s.name for s in specs)}"
+        )
+    hears = config.arm not in ("single", "constant")
+    experts = [FrozenExpert.load(spec, device=config.device) for spec in specs] if hears else []
+    return Data(train, test, str(world.policy) if world else config.model, experts)
+
+
+def _training_problems(config: LatentConfig, world: World | None) -> list[Problem]:
+    if config.problems != "latentworld":
+        problems = load_gradable(config.problems)
+    elif world is not None:
+        problems = world.problems("train")
+    else:
+        raise ValueError("problems is latentworld; expected a .jsonl file with a model of your own")
+    problems = problems[: config.max_problems or None]
+    if len(problems) < config.prompts_per_step:
+        raise ValueError(
+            f"{len(problems)} training problems; expected at least {config.prompts_per_step}, what "
+            "one step takes"
+        )
+    return problems
+
+
+def open_listeners(config: LatentConfig, data: Data) -> tuple[Listener, Listener]:
+    """What is heard in training and in evaluation; the experts read what is not cached."""
+    everything = [*data.train, *data.test]
+    states = None
+    if data.experts:
+        states = read_states(data.experts, [p.problem for p in everything], config.cache)
+    split = len(data.train)
+
+    def listener(problems: list[Problem], rows: range) -> Listener:
+        part = None if states is None else states.rows(list(rows))
+        return Listener(problems, part, arm=config.arm, expert=config.expert, seed=config.seed)
+
+    return (
+        listener(data.train, range(split)),
+        listener(data.test, range(split, len(everything))),
+    )
+
+
+def load_start(config: LatentConfig, data: Data) -> Start:
+    """The policy before any step of this arm, with an untrained adapter."""
+    tokenizer = ProtocolTokenizer.from_pretrained(data.policy)
+    tokenizer, placeholder = add_placeholder(tokenizer)
+    tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
+    has_settings = (Path(data.policy) / FILE_NAME).is_file()
+    length = config.max_completion_length or 64
+    settings = (
+        ProtocolSettings.load(data.policy)
+        if has_settings
+        else ProtocolSettings(
+            prompt=config.prompt, limits=RolloutLimits(max_completion_length=length)
+        )
+    )
+    given = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
+    causal: Any = AutoModelForCausalLM.from_pretrained(data.policy, **{"dtype": "float32", **given})
+    fit_embeddings(causal, len(tokenizer.hf))
+    # TRL gives both to the trained model; the tokenizer's end of turn ends a completion.
+    causal.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
+    policy = LatentPolicy.from_causal_lm(
+        causal,
+        placeholder_id=placeholder,
+        adapter=_adapter(config, data.experts, causal.config.get_text_config().hidden_size),
+        experts=[describe(expert) for expert in data.experts],
+        seed=config.seed,
+    )
+    torch.nn.Module.to(policy, config.device)
+    prompts = LatentPrompts(
+        PromptBuilder(tokenizer, settings), placeholder, policy.config.num_context_tokens
+    )
+    return Start(policy, tokenizer, settings, prompts)
+
+
+def _adapter(
+    config: LatentConfig, experts: Sequence[FrozenExpert], output_width: int
+) -> AdapterSettings | None:
+    if config.arm == "single":
+        return None
+    return AdapterSettings(
+        tuple(expert.spec.name for expert in experts),
+        tuple(expert.width for expert in experts),
+        num_slots=max((expert.slots for expert in experts), default=0),
+        output_width=output_width,
+        num_context_tokens=config.num_context_tokens,
+        width=config.adapter_width,
+        num_blocks=config.adapter_blocks,
+        num_heads=config.adapter_heads,
+        routing=config.arm if config.arm in ("static", "constant") else "attention",  # type: ignore[arg-type]
+    )
+
+
+def describe(expert: FrozenExpert) -> dict[str, Any]:
+    """What a saved policy says about an expert that it needs."""
+    spec = expert.spec
+    commit = getattr(expert.model.config, "_commit_hash", None)
+    return {
+        "name": spec.name,
+        "path": spec.path,
+        "revision": spec.revision or commit or "",
+        "layers": list(spec.layers),
+        "last_k": spec.last_k,
+        "dtype": spec.dtype,
+        "reading": spec.reading,
+        "fingerprint": expert.fingerprint(),
+    }

@@ -1,0 +1,304 @@
+"""Every arm of latent collaboration over seeds, with intervals and the claims that they support.
+
+    rivet latent-study stages/recipes/latent-study_mini.yaml
+
+Arms run one after another in one process, each over all seeds; a killed study goes on where it
+was, and after every arm the results so far are on disk.
+
+    OUTPUT_DIR/seed-1/full/...     one run folder per arm and seed
+    OUTPUT_DIR/results.json        {"runs": [...], "rows": [...], "gates": [...], ...}
+    OUTPUT_DIR/table.md            accuracy of each arm and condition, mean over seeds
+    OUTPUT_DIR/seed-1/report.html
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.metrics import student_t_quantile
+from rivet.config import ConfigError, load_config, parse_config, to_plain
+from rivet.files import atomic_write_json, atomic_write_text
+from rivet.runs import RunDir
+from stages.latent.config import UNINFORMED, LatentConfig
+from stages.latent.evaluate import AS_TRAINED, HARD, SHUFFLED, WARM
+
+logger = logging.getLogger(__name__)
+
+# What the design holds the method to, in shares of held-out problems.
+BEATS_CONTROLS, RL_ADDS, NO_GAIN, CONTROL_LEVEL = 0.2, 0.15, 0.05, 0.1
+
+
+@dataclass
+class LatentStudyConfig:
+    """Settings of `rivet latent-study`."""
+
+    base: str = field(
+        default="stages/recipes/latent_mini.yaml",
+        metadata={"help": "Recipe of `rivet latent` that every arm starts from."},
+    )
+    output_dir: str = field(default="runs/latent-study", metadata={"help": "The run folder."})
+    overwrite: bool = field(default=False, metadata={"help": "Start again from nothing."})
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "One or more."})
+    arms: dict[str, Any] = field(
+        default_factory=lambda: {"full": {}},
+        metadata={"help": "Name of each arm and its settings on top of the recipe."},
+    )
+    settings: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Settings of every arm on top of the recipe."}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.seeds or not self.arms:
+            raise ValueError("seeds and arms: expected at least one of each")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds are {self.seeds}; expected each once")
+
+    def arm(self, name: str, seed: int, folder: Path) -> LatentConfig:
+        """The settings of one run.
+
+        Raises:
+            ConfigError: They are wrong.
+        """
+        given = {**self.settings, **(self.arms[name] or {})}
+        given |= {"seed": seed, "controls": [], "output_dir": str(folder / f"seed-{seed}" / name)}
+        return load_config(LatentConfig, self.base, **given)
+
+
+def run(config: LatentStudyConfig) -> dict[str, Any]:
+    """Run every arm of every seed, or what is left of them.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        ConfigError: An arm's settings are wrong; nothing has started.
+        rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
+    """
+    folder = Path(config.output_dir)
+    faults = []
+    for name in config.arms:
+        try:
+            config.arm(name, config.seeds[0], folder)
+        except ConfigError as error:
+            faults += [f"arms: {name}: {fault}" for fault in error.faults]
+    if faults:
+        raise ConfigError(faults)
+    with RunDir.open(folder, config, stage="latent-study", overwrite=config.overwrite) as run_dir:
+        results = _run_arms(config, folder)
+        if not results["failures"]:
+            run_dir.finish({"runs": len(results["runs"])})
+    return results
+
+
+def _run_arms(config: LatentStudyConfig, folder: Path) -> dict[str, Any]:
+    from stages.latent.main import finished_or_run, write_report_of
+
+    runs: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
+    # Arm by arm, so that an unfinished study has the same seeds of those that it has.
+    for name in config.arms:
+        for seed in config.seeds:
+            logger.info("%s, seed %d", name, seed)
+            try:
+                result = finished_or_run(config.arm(name, seed, folder))
+            except Exception as error:  # one arm that fails takes none of the others with it
+                logger.error("%s, seed %d failed: %s", name, seed, error)
+                failures.append({"seed": seed, "arm": name, "error": str(error)})
+                continue
+            runs.append({**result, "name": name, "folder": name})
+            results = summary(runs, failures, list(config.arms))
+            atomic_write_json(folder / "results.json", results)
+            atomic_write_text(folder / "table.md", table(results) + "\n")
+            of_seed = [run for run in runs if run["seed"] == seed]
+            write_report_of(folder / f"seed-{seed}", of_seed, to_plain(config))
+    return results | {"failures": failures, "runs": runs}
+
+
+def summary(
+    runs: Sequence[Mapping[str, Any]],
+    failures: Sequence[Mapping[str, Any]],
+    order: Sequence[str],
+) -> dict[str, Any]:
+    """Rows with means over seeds, the claims, and correlations."""
+    rows = mean_rows(runs, order)
+    return {
+        "rows": rows,
+        "gates": gates(rows, runs),
+        "correlations": {
+            name: [run["correlations"] for run in runs if run["name"] == name]
+            for name in order
+            if any(run["name"] == name for run in runs)
+        },
+        "failures": list(failures),
+        "runs": list(runs),
+    }
+
+
+def mean_rows(runs: Sequence[Mapping[str, Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+    """Mean over seeds of each arm, condition and family.
+
+    Returns:
+        Rows with `accuracy`, each seed's `values`, and `half_width` of the 95% interval over
+        seeds (Student's t), None with one seed.
+    """
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for name in order:
+        for run in runs:
+            if run["name"] == name:
+                for row in run["rows"]:
+                    key = (name, row["condition"], row["family"])
+                    groups.setdefault(key, []).append(row["accuracy"])
+    return [
+        {
+            "arm": arm,
+            "condition": condition,
+            "family": family,
+            "accuracy": statistics.mean(values),
+            "values": values,
+            "half_width": half_width(values),
+        }
+        for (arm, condition, family), values in groups.items()
+    ]
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of a mean over seeds; None with one seed."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return student_t_quantile(0.975, len(values) - 1) * error
+
+
+def gates(
+    rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The claims that the method is held to, as far as the runs so far can say.
+
+    The best setting of a control counts as that control, which favours it.
+
+    Returns:
+        Rows with `claim`, `value`, `bound` and `holds`.
+    """
+    arm_of = {run["name"]: run["arm"] for run in runs}
+    value = {(r["arm"], r["condition"], r["family"]): r["accuracy"] for r in rows}
+    full = next((name for name, arm in arm_of.items() if arm == "full"), None)
+    controls = {
+        kind: max(value[name, AS_TRAINED, HARD] for name in names)
+        for kind in UNINFORMED
+        if (names := [n for n, a in arm_of.items() if a == kind and (n, AS_TRAINED, HARD) in value])
+    }
+    if full is None or (full, AS_TRAINED, HARD) not in value:
+        return []
+    best = value[full, AS_TRAINED, HARD]
+    found = [
+        _gate(f"full beats {kind} on the hard families by", best - other, ">=", BEATS_CONTROLS)
+        for kind, other in controls.items()
+    ]
+    if controls:
+        level = max(controls.values()) + CONTROL_LEVEL
+        shuffled = value[full, SHUFFLED, HARD]
+        found.append(_gate("full, shuffled at evaluation, falls to", shuffled, "<=", level))
+    warm = value[full, WARM, HARD]
+    found.append(_gate("RL adds to the warm start", best - warm, ">=", RL_ADDS))
+    for (arm, condition, family), masked in value.items():
+        if arm == full and condition == f"without {family}":
+            share = masked / max(value[full, AS_TRAINED, family], 1e-9)
+            found.append(_gate(f"without {family}, left of its own family", share, "<=", 0.5))
+    found += _saturation(value, full, [n for n, a in arm_of.items() if a == "single"])
+    return found
+
+
+def _saturation(
+    value: Mapping[tuple[str, str, str], float], full: str, singles: Sequence[str]
+) -> list[dict[str, Any]]:
+    """That experts add nothing where the policy alone is right already."""
+    known = [
+        value[n, AS_TRAINED, "reading"] for n in singles if (n, AS_TRAINED, "reading") in value
+    ]
+    if not known or (full, AS_TRAINED, "reading") not in value:
+        return []
+    gain = value[full, AS_TRAINED, "reading"] - max(known)
+    return [_gate("full gains on the saturated family at most", gain, "<=", NO_GAIN)]
+
+
+def _gate(claim: str, value: float, relation: str, bound: float) -> dict[str, Any]:
+    holds = value >= bound if relation == ">=" else value <= bound
+    return {
+        "claim": claim,
+        "value": value,
+        "bound": f"{relation} {bound:.3f}",
+        "holds": bool(holds),
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Accuracies and claims as Markdown, in percent."""
+    rows = results["rows"]
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    lines = [
+        f"| arm | condition | {' | '.join(families)} | seeds |",
+        "|---|---|" + "---:|" * (len(families) + 1),
+    ]
+    keys = list(dict.fromkeys((row["arm"], row["condition"]) for row in rows))
+    for arm, condition in keys:
+        part = {r["family"]: r for r in rows if (r["arm"], r["condition"]) == (arm, condition)}
+        cells = " | ".join(_cell(part.get(family)) for family in families)
+        seeds = max(len(r["values"]) for r in part.values())
+        lines.append(f"| {arm} | {condition} | {cells} | {seeds} |")
+    lines += ["", "| claim | measured | held to | holds |", "|---|---:|---:|---|"]
+    for gate in results["gates"]:
+        held = "yes" if gate["holds"] else "no"
+        lines.append(f"| {gate['claim']} | {gate['value']:.3f} | {gate['bound']} | {held} |")
+    return "\n".join([*lines, *_correlation_lines(results.get("correlations", {}))])
+
+
+def _correlation_lines(correlations: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Spearman correlation of attention's entropy with reward: mean over seeds, and each seed."""
+    names = ("per_head", "per_head_differences", "head_averaged", "head_averaged_differences")
+    lines = []
+    for arm, seeds in correlations.items():
+        cells = []
+        for name in names:
+            values = [found[name] for found in seeds if found.get(name) is not None]
+            each = "/".join(f"{value:+.2f}" for value in values)
+            cells.append(f"{statistics.mean(values):+.2f} ({each})" if values else "-")
+        if any(cell != "-" for cell in cells):
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    head = " | ".join(name.replace("_", " ") for name in names)
+    return ["", f"| entropy and reward, Spearman | {head} |", "|---|---:|---:|---:|---:|", *lines]
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    text = f"{100 * row['accuracy']:.1f}"
+    return text if row["half_width"] is None else f"{text} ± {100 * row['half_width']:.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`rivet latent-study RECIPE.yaml [--name value ...]`; prints the table and the claims."""
+    config = parse_config(
+        LatentStudyConfig,
+        argv,
+        prog="rivet latent-study",
+        description="Every arm of latent collaboration over seeds.",
+    ).config
+    results = run(config)
+    if results["runs"]:
+        print(table(results))
+    for failure in results["failures"]:
+        print(f"failed: seed {failure['seed']}, {failure['arm']}: {failure['error']}")
+    print(f"results: {Path(config.output_dir) / 'results.json'}")
+    return 1 if results["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

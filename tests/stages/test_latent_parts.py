@@ -1,0 +1,253 @@
+"""Parts of latent training: who hears what, interventions, gates of the study, the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.problems import Problem
+from rivet.config import ConfigError, load_config
+from rivet.grading import Grade, Grader, Request
+from rivet.latent.states import ExpertStates, ProblemStates
+from rivet.trajectory import Segment, Trajectory
+from stages.latent.evaluate import correlations
+from stages.latent.listener import Listener
+from stages.latent.report import write_latent_report
+from stages.latent.source import LatentSource, Sampling
+from stages.latent.specialists import SPECIALISTS, word_tokenizer
+from stages.latent.study import LatentStudyConfig, gates, half_width, mean_rows, run, table
+
+PROBLEMS = [
+    Problem(f"{family}/{n}", f"{family} {n}?", str(n), meta={"family": family})
+    for family in ("a", "b")
+    for n in range(4)
+]
+RECIPES = Path(__file__).parents[2] / "stages" / "recipes"
+
+
+def listener(arm: str, expert: str = "", seed: int = 0) -> Listener:
+    """Over states whose first number is the problem's row."""
+    values = torch.arange(8.0).view(8, 1, 1).expand(8, 2, 3)
+    one = ProblemStates(values, torch.ones(8, 2, dtype=torch.bool))
+    states = ExpertStates.of({"x": one, "y": one})
+    return Listener(PROBLEMS, states, arm=arm, expert=expert, seed=seed)  # type: ignore[arg-type]
+
+
+def heard(found: ExpertStates | None) -> list[int]:
+    """Rows that were heard."""
+    assert found is not None
+    return [int(row) for row in found.values[:, 0, 0, 0]]
+
+
+def test_the_system_hears_the_problem_itself() -> None:
+    assert heard(listener("full").hear([3, 5, 3], step=1)) == [3, 5, 3]
+
+
+def test_shuffled_hears_another_problem_of_the_family_and_another_one_each_step() -> None:
+    shuffled = listener("shuffled")
+    draws = [heard(shuffled.hear(range(8), step)) for step in range(30)]
+    for draw in draws:
+        assert all(other != row and other // 4 == row // 4 for row, other in enumerate(draw))
+    assert {draw[0] for draw in draws} == {1, 2, 3}
+    assert heard(shuffled.hear(range(8), 5)) == draws[5]  # one step, one partner
+    assert heard(listener("shuffled", seed=1).hear(range(8), 5)) != draws[5]
+
+
+def test_one_expert_hears_nobody_else() -> None:
+    found = listener("one-expert", "y").hear([0, 1], 1)
+    assert found is not None and found.mask.any(2).tolist() == [[False, True]] * 2
+
+
+def test_a_problem_without_another_of_its_family_cannot_be_shuffled() -> None:
+    alone = Listener(PROBLEMS[:1], None, arm="shuffled")
+    with pytest.raises(ValueError, match="the only problem of its family 'a'"):
+        alone.partner(0, 1)
+
+
+def trajectory(problem: Problem, text: str) -> Trajectory:
+    """A completion that reads so."""
+    return Trajectory(
+        f"{problem.id}#0@1",
+        problem.id,
+        "plain",
+        (1,),
+        (Segment("controller", "answer", (2, 3)),),
+        "eos",
+        True,
+        answer=text or None,
+    )
+
+
+def test_answers_are_graded_by_the_projects_grader_and_faults_carry_no_reward() -> None:
+    class Failing(Grader):
+        def grade_many(self, requests: Iterable[Request], **_: Any) -> list[Grade]:
+            return [Grade("timeout", None, "slow") for _ in requests]
+
+    problem = Problem("p", "1 + 2", "3")
+    texts = ["\\boxed{3}", "\\boxed{4}", ""]
+    for grader, outcomes, rewards in (
+        (Grader(), ["right", "wrong", "no_answer"], [1.0, 0.0, 0.0]),
+        (Failing(), ["timeout", "timeout", "no_answer"], [None, None, 0.0]),
+    ):
+        source = LatentSource(None, None, None, grader, Sampling(4))  # type: ignore[arg-type]
+        for _ in range(2):  # the second time from memory
+            done = source._graded([problem] * 3, [trajectory(problem, text) for text in texts])
+            assert [t.outcome for t in done] == outcomes
+            assert [t.reward for t in done] == rewards
+        grader.close()
+
+
+def test_correlations_are_of_entropy_with_reward_and_of_their_differences() -> None:
+    lines = [
+        {
+            "step": n,
+            "reward/mean": reward,
+            "attention/entropy_per_head": 1 - reward,
+            "attention/entropy_head_averaged": 0.5,
+        }
+        for n, reward in enumerate([0.1, 0.3, 0.2, 0.6])
+    ]
+    found = correlations([*lines, {"step": 9}])
+    assert found["steps"] == 4
+    assert found["per_head"] == pytest.approx(-1.0)
+    assert found["per_head_differences"] == pytest.approx(-1.0)
+    assert found["head_averaged"] is None
+
+
+def result(name: str, arm: str, values: dict[tuple[str, str], float]) -> dict[str, Any]:
+    """Results of one arm and seed."""
+    rows = [
+        {
+            "condition": condition,
+            "family": family,
+            "accuracy": value,
+            "ci_low": max(0.0, value - 0.1),
+            "ci_high": min(1.0, value + 0.1),
+            "n": 100,
+        }
+        for (condition, family), value in values.items()
+    ]
+    return {
+        "name": name,
+        "arm": arm,
+        "expert": "",
+        "seed": 1,
+        "rows": rows,
+        "correlations": {"per_head": -0.5, "per_head_differences": None},
+        "attention": {},
+    }
+
+
+def study_runs(full: float = 0.6) -> list[dict[str, Any]]:
+    """A system and three controls, the best single at 0.15."""
+    as_trained = "as trained"
+    return [
+        result(
+            "full",
+            "full",
+            {
+                ("warm start", "hard"): 0.3,
+                (as_trained, "hard"): full,
+                (as_trained, "primes"): 0.8,
+                (as_trained, "reading"): 0.99,
+                ("shuffled", "hard"): 0.12,
+                ("without primes", "primes"): 0.2,
+            },
+        ),
+        result("single", "single", {(as_trained, "hard"): 0.1, (as_trained, "reading"): 0.98}),
+        result("single-fast", "single", {(as_trained, "hard"): 0.15}),
+        result("shuffled", "shuffled", {(as_trained, "hard"): 0.08}),
+    ]
+
+
+def test_claims_are_held_against_the_best_setting_of_each_control() -> None:
+    runs = study_runs()
+    found = {g["claim"]: g for g in gates(mean_rows(runs, [r["name"] for r in runs]), runs)}
+    against = found["full beats single on the hard families by"]
+    assert against["value"] == pytest.approx(0.45) and against["holds"]
+    assert found["RL adds to the warm start"]["value"] == pytest.approx(0.3)
+    assert found["without primes, left of its own family"]["value"] == pytest.approx(0.25)
+    assert found["full, shuffled at evaluation, falls to"]["bound"] == "<= 0.250"
+    assert found["full gains on the saturated family at most"]["holds"]
+    assert all(g["holds"] for g in found.values())
+    runs = study_runs(full=0.3)
+    failed = gates(mean_rows(runs, [r["name"] for r in runs]), runs)
+    assert {g["claim"] for g in failed if not g["holds"]} == {
+        "full beats single on the hard families by",
+        "RL adds to the warm start",
+    }
+
+
+def test_the_interval_over_seeds_is_students() -> None:
+    assert half_width([0.5]) is None
+    # Three seeds: t at 2 degrees of freedom is 4.303, the error 0.1 / sqrt(3).
+    assert half_width([0.4, 0.5, 0.6]) == pytest.approx(4.303 * 0.1 / 3**0.5, rel=0.02)
+
+
+def test_the_table_names_arms_conditions_and_claims() -> None:
+    runs = study_runs()
+    rows = mean_rows(runs, [r["name"] for r in runs])
+    correlations = {"full": [{"per_head": -0.5}, {"per_head": -0.7}], "single": [{}]}
+    text = table({"rows": rows, "gates": gates(rows, runs), "correlations": correlations})
+    assert "| full | -0.60 (-0.50/-0.70) | - | - | - |" in text
+    assert "| single | - |" not in text
+    assert "| full | as trained | 60.0 | 80.0 | 99.0 | 1 |" in text
+    assert "| RL adds to the warm start | 0.300 | >= 0.150 | yes |" in text
+
+
+def test_a_report_of_arms_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
+    runs = study_runs()
+    runs[0]["attention"] = {
+        "experts": ["x"],
+        "families": {"primes": {"shares": [[[[0.75, 0.25]]]], "by_expert": [0.75, 0.25]}},
+    }
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.2, "attention/share/primes/x": 0.7}\n'
+        '{"step": 2, "reward/mean": 0.4, "attention/share/primes/x": 0.8}\n'
+    )
+    page = write_latent_report(tmp_path, runs, title="a <title>", config={"k": "</pre>"})
+    text = page.read_text(encoding="utf-8")
+    assert "a &lt;title&gt;" in text and "&lt;/pre&gt;" in text
+    assert "http" not in text.replace("http-equiv", "")
+    for words in ("full: primes", "1 / 1 / 1", ">75</td>", "-0.50", "reward"):
+        assert words in text
+
+
+def test_a_study_checks_the_settings_of_every_arm_before_it_starts(tmp_path: Path) -> None:
+    config = load_config(
+        LatentStudyConfig,
+        base=str(RECIPES / "latent_mini.yaml"),
+        output_dir=str(tmp_path / "study"),
+        arms={"full": {}, "odd": {"arm": "sideways"}, "none": {"expert": "primes"}},
+    )
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    assert any(fault.startswith("arms: odd: ") for fault in error.value.faults)
+    assert any(fault.startswith("arms: none: ") for fault in error.value.faults)
+    assert not (tmp_path / "study").exists()
+
+
+def test_specialists_tokenize_the_same_text_differently() -> None:
+    text = "Solve 12*x + 5 = 125."
+    cut = [
+        tokenizer.tokenize(text)
+        for s in SPECIALISTS
+        for tokenizer in [word_tokenizer([text], digits=s.digits, template=s.template)]
+    ]
+    assert cut[0] != cut[1]
+    assert "125" in cut[1] and "125" not in cut[0]
+    assert all("<unk>" not in words for words in cut)
+
+
+def test_the_metrics_of_attention_are_documented() -> None:
+    root = Path(__file__).parents[2]
+    docs = (root / "docs" / "latent.md").read_text(encoding="utf-8")
+    code = (root / "stages" / "latent" / "trainer.py").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `attention/(\w+)", docs, flags=re.MULTILINE))
+    assert documented == set(re.findall(r"\"attention/(\w+)", code))

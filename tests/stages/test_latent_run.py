@@ -1,0 +1,282 @@
+"""A latent run from the warm start to its results: what is trained, kept, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rivet.config import ConfigError
+from rivet.interrupt import Interrupted
+from rivet.latent.cache import CacheError, read_states
+from rivet.latent.experts import ExpertSpec, FrozenExpert
+from rivet.latent.policy import load_policy
+from rivet.runs import RunFinishedError
+from stages.export import ExportConfig
+from stages.export import run as export
+from stages.latent import export as latent_export
+from stages.latent.run import run_arm
+from stages.latent.source import LatentSource
+from stages.latent.trainer import LatentTrainer
+from tests.stages.latent_world import (
+    FAMILIES,
+    latent_config,
+    scripted_grades,
+    write_latent_world,
+)
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verdicts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LatentSource, "_graded", scripted_grades)
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_latent_world(tmp_path_factory.mktemp("latent-world"))
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of the full system, undisturbed."""
+    folder = tmp_path_factory.mktemp("latent-runs") / "full"
+    return folder, run_arm(latent_config(world, folder))
+
+
+def weights(folder: Path) -> State:
+    """Parameters of a saved policy."""
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_leaves_what_its_folder_promises(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = finished
+    assert json.loads((folder / "results.json").read_text()) == results
+    names = {p.name for p in folder.iterdir()}
+    assert {"experts.json", "warm", "trajectories", "metrics.jsonl", "checkpoint"} <= names
+    conditions = {row["condition"] for row in results["rows"]}
+    expected = {"warm start", "as trained", "shuffled", "without llama", "without gpt"}
+    assert conditions == expected
+    assert {row["family"] for row in results["rows"]} == {*FAMILIES, "hard"}
+    shares = results["attention"]["families"]["small"]["shares"]
+    assert torch.tensor(shares).shape == (2, 2, 2, 3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["attention/entropy_per_head"] > 0
+    total = sum(lines[0][f"attention/share/small/{name}"] for name in ("llama", "gpt"))
+    assert total == pytest.approx(1 - lines[0]["attention/empty"], abs=0.05)
+
+
+def test_experts_are_frozen_and_theta_waits_for_the_adapter(
+    world: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, _ = finished
+    for expert in json.loads((folder / "experts.json").read_text()):
+        assert expert["digest_before"] == expert["digest_after"]
+    warm, first, last = (
+        weights(folder / name) for name in ("warm", "trainer/checkpoint-1", "checkpoint")
+    )
+    base = load_file(world / "policy" / "model.safetensors")
+    embeddings = "model.language_model.embed_tokens.weight"
+    phi = [name for name in warm if "context_adapter" in name]
+    theta = [name for name in warm if "context_adapter" not in name]
+    size = len(base["model.embed_tokens.weight"])
+    assert torch.equal(warm[embeddings][:size], base["model.embed_tokens.weight"])
+    assert all(torch.equal(warm[name], first[name]) for name in theta)
+    assert any(not torch.equal(warm[name], first[name]) for name in phi)
+    assert any(not torch.equal(first[name], last[name]) for name in theta)
+
+
+def test_the_saved_policy_names_its_experts_and_works_in_a_fresh_object(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    policy = load_policy(finished[0] / "checkpoint")
+    assert [e["name"] for e in policy.config.experts] == ["llama", "gpt"]
+    for given in policy.config.experts:
+        spec = {k: given[k] for k in ("name", "path", "layers", "last_k", "dtype", "reading")}
+        assert FrozenExpert.load(ExpertSpec(**spec)).fingerprint() == given["fingerprint"]
+
+
+def test_a_killed_run_ends_with_the_same_weights(
+    world: Path,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = latent_config(world, tmp_path / "killed")
+    steps = 0
+    original = LatentTrainer.training_step
+
+    def dies(self: LatentTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentTrainer, "training_step", dies)
+        with pytest.raises((KeyboardInterrupt, Interrupted)):
+            run_arm(config)
+    run_arm(config)
+    undisturbed, resumed = (weights(f / "checkpoint") for f in (finished[0], tmp_path / "killed"))
+    assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
+    with pytest.raises(RunFinishedError):
+        run_arm(config)
+
+
+def test_phi_alone_leaves_theta_untouched(world: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "phi"
+    run_arm(latent_config(world, folder, train_policy=False, adapter_first_steps=0))
+    warm, last = weights(folder / "warm"), weights(folder / "checkpoint")
+    changed = {name for name in warm if not torch.equal(warm[name], last[name])}
+    assert changed and all("context_adapter" in name for name in changed)
+
+
+@pytest.mark.parametrize("arm", ["single", "constant", "shuffled", "static", "one-expert"])
+@pytest.mark.slow
+def test_every_control_runs(arm: str, world: Path, tmp_path: Path) -> None:
+    expert = "gpt" if arm == "one-expert" else ""
+    results = run_arm(latent_config(world, tmp_path / "run", arm=arm, expert=expert))
+    conditions = {row["condition"] for row in results["rows"]}
+    assert {"warm start", "as trained"} <= conditions
+    assert ("shuffled" in conditions) == (arm in ("static", "one-expert"))
+    if arm == "one-expert":
+        assert results["attention"]["families"]["small"]["by_expert"][0] == 0.0
+
+
+@pytest.mark.slow
+def test_lora_trains_beside_the_adapter_and_is_merged(world: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    run_arm(latent_config(world, folder, use_peft=True, lora_r=2, adapter_first_steps=0))
+    saved, base = weights(folder / "checkpoint"), weights(folder / "warm")
+    assert set(saved) == set(base)
+    changed = {name for name in base if not torch.equal(saved[name], base[name])}
+    assert any("q_proj" in name for name in changed)
+    assert any("context_adapter" in name for name in changed)
+    assert not any(
+        "embed_tokens" in name or "norm" in name and "context" not in name for name in changed
+    )
+
+
+@pytest.mark.slow
+def test_whole_rows_train_to_what_shared_prompts_do(
+    world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_arm(latent_config(world, tmp_path / "whole", share_prompts=False))
+    shared, whole = (weights(f / "checkpoint") for f in (finished[0], tmp_path / "whole"))
+    for name in shared:
+        torch.testing.assert_close(shared[name], whole[name], rtol=1e-2, atol=1e-3)
+
+
+def test_a_poisoned_cache_stops_a_run(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = latent_config(world, run)
+    experts = [FrozenExpert.load(spec) for spec in config.specs()]
+    first = read_states(experts[:1], ["Calculate 0 + 0."], config.cache)
+    (folder,) = Path(config.cache).iterdir()
+    manifest = json.loads((folder / "expert.json").read_text())
+    manifest["fingerprint"] = "another revision"
+    (folder / "expert.json").write_text(json.dumps(manifest))
+    assert len(first) == 1
+    with pytest.raises(CacheError, match="describes another expert"):
+        run_arm(config)
+
+
+def test_a_world_of_other_settings_is_not_reused(tmp_path: Path) -> None:
+    from stages.latent.world import WorldError, WorldSettings, open_world
+
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(WorldError, match="other settings"):
+        open_world(tmp_path, WorldSettings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": "one-expert"}, "expected an expert with the arm"),
+        ({"arm": "one-expert", "expert": "bert"}, "expected one of llama, gpt"),
+        ({"controls": ["full"]}, "other arms than full"),
+        ({"controls": ["none"]}, "among full"),
+        ({"adapter_width": 15}, "no multiple of 2 heads"),
+        ({"beta": 0.1}, "beta is 0.1"),
+        ({"warm_steps": -1}, "warm_steps is -1"),
+        ({"backend": "vllm", "use_peft": True}, "expected local"),
+        ({"adapter_learning_rate": 0.0}, "above 0"),
+        ({"experts": []}, "expected both, or neither"),
+        ({"experts": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "each once"),
+        ({"arm": "single", "train_policy": False}, "train_policy is false"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        latent_config(tmp_path, tmp_path / "run", **changes)
+
+
+def test_what_lies_in_the_way_of_a_run_is_left_alone(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("keep")
+    with pytest.raises(Exception, match="no run of ours"):
+        run_arm(latent_config(world, tmp_path / "run"))
+    assert (tmp_path / "run" / "mine.txt").read_text() == "keep"
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_an_export_holds_policy_and_adapter_and_reloads_to_equal_logits(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    target = tmp_path / "export"
+    config = ExportConfig(checkpoint=str(finished[0]), output_dir=str(target), tolerance=1e-6)
+    assert export(config) == target
+    card = (target / "README.md").read_text(encoding="utf-8")
+    for expert in load_policy(target).config.experts:
+        assert f"| {expert['name']} | {expert['path']} |" in card
+        assert expert["fingerprint"] in card
+    assert "| as trained | hard |" in card
+    assert set(weights(target)) == set(weights(finished[0] / "checkpoint"))
+
+
+def test_an_export_that_is_not_its_policy_is_refused(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_export, "_verify", lambda source, folder: 0.5)
+    with pytest.raises(latent_export.LatentExportError, match=r"differ by 0\.5"):
+        latent_export.export_latent(
+            finished[0] / "checkpoint", tmp_path / "export", name="n", tolerance=1e-5
+        )
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(
+    world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    done = subprocess.run(
+        [*command, "-m", "tests.stages.latent_world", str(world), str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, together = (weights(f / "checkpoint") for f in (finished[0], tmp_path / "two"))
+    for name in alone:
+        torch.testing.assert_close(alone[name], together[name], rtol=1e-3, atol=2e-4)
