@@ -2,144 +2,169 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
 from rivet.rewards import CostTerm
+from rivet.rollout.backend_settings import BackendSettings
+from rivet.trajectory import Mode
 from stages.stage1.health import CollapseWatch
 from stages.stage1.objective import (
     Denominator,
     ExpertLoss,
+    LossType,
     ObjectiveSettings,
     Shaping,
     preset,
 )
+from stages.training_settings import TrainingSettings, setting
 
 AlarmAction = Literal["stop", "warn", "off"]
-# Losses whose terms are per token, so that a weight per token means what it says.
-_TOKEN_LOSSES = ("dapo", "cispo", "grpo", "bnpo", "dr_grpo", "sapo")
-# Losses that divide by the number of items that we give them.
-_OWN_DENOMINATOR = ("dapo", "cispo")
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+RatioTo = Literal["trainer", "engine"]
+# Losses that divide by a number of tokens; the others divide by trajectories (`loss_scale`).
+_BY_TOKENS = ("dapo", "bnpo", "cispo", "vespo")
+# Settings of TRL whose code needs one advantage for a whole trajectory, or a loss of its own.
+_NOT_BY_TOKEN = {
+    "off_policy_mask_threshold": None,
+    "use_liger_kernel": False,
+}
 
 
 @dataclass
-class Stage1Config(GRPOConfig):
+class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
     """Settings of Stage I. A knob of null takes the value that `expert_loss` stands for."""
 
     # --- what is trained on what
-    model: str = _setting(
+    model: str = setting(
         "", "Checkpoint folder to start from: weights, tokenizer and rivet.json. Required."
     )
-    problems: str = _setting(
+    problems: str = setting(
         "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
     )
-    problems_per_family: int = _setting(
+    problems_per_family: int = setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
-    experts: str = _setting(
+    experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )
-    max_completion_length: int | None = _setting(
+    mode: Mode = setting(
+        "experts",
+        "Condition to sample under: `experts`; or for baselines without any expert `local`, where "
+        "the controller writes requests and replies itself, and `no-expert`, where it has Python "
+        "alone.",
+    )
+    max_completion_length: int | None = setting(
         None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
     )
     # --- the objective
-    expert_loss: ExpertLoss = _setting(
+    expert_loss: ExpertLoss = setting(
         "positive",
         "How expert tokens are trained: `paper` (shared signed advantage), `positive` (only where "
         "it is positive), `luffy` (shaped by p/(p+gamma)), `ce` (constant weight on right "
         "trajectories), `mask` (not at all).",
     )
-    expert_weight: float | None = _setting(None, "lambda, weight of expert tokens, at least 0.")
-    expert_negative: float | None = _setting(
+    expert_weight: float | None = setting(None, "lambda, weight of expert tokens, at least 0.")
+    expert_negative: float | None = setting(
         None, "nu, factor of expert tokens where the advantage is negative, at least 0."
     )
-    shaping: Shaping | None = _setting(
+    shaping: Shaping | None = setting(
         None, "Where p/(p+gamma) replaces log p on expert tokens: `none`, `negative`, `all`."
     )
-    shaping_gamma: float = _setting(0.1, "gamma of the shaping, above 0.")
-    expert_cap: float | None = _setting(
+    shaping_gamma: float = setting(0.1, "gamma of the shaping, above 0.")
+    expert_cap: float | None = setting(
         None, "A trajectory's expert tokens weigh at most this many tokens together, above 0."
     )
-    denominator: Denominator | None = _setting(
+    denominator: Denominator | None = setting(
         None,
         "What the sums are divided by: `all` tokens that are trained, the `controller` tokens, "
         "or `separate`: each sum by its own tokens.",
     )
-    negative_weight: float = _setting(
+    negative_weight: float = setting(
         1.0,
         "Factor of the controller's tokens where the advantage is negative, except its choice of "
         "an expert, at least 0.",
     )
-    route_weight: float = _setting(
+    route_weight: float = setting(
         1.0, "Factor of the tokens with which the controller names an expert, at least 0."
     )
-    route_negative: float = _setting(
+    route_negative: float = setting(
         1.0,
         "Factor of these tokens where the advantage is negative, on top of route_weight, at "
         "least 0; names that are made up bear the whole. Below 1 real names gain on nonsense.",
     )
-    route_entropy: float = _setting(
+    route_entropy: float = setting(
         0.0,
         "The entropy of each token that names an expert counts like an advantage of this size, "
         "at least 0; too much and names are made up.",
     )
-    drop_flat_groups: bool | None = _setting(None, "Leave groups out whose rewards are all equal.")
-    importance_clip: float | None = _setting(
+    drop_void: bool = setting(
+        True,
+        "Trajectories with neither an answer nor an action train nothing; they stay in their "
+        "group's baseline.",
+    )
+    drop_flat_groups: bool | None = setting(None, "Leave groups out whose rewards are all equal.")
+    importance_clip: float | None = setting(
         2.0,
         "Upper bound of the ratio of the trainer's probability of a sampled token to the sampling "
-        "engine's, above 0; null: no correction.",
+        "engine's, above 0; null: no correction. Of each token, or of the trajectory with "
+        "importance_sampling_level: sequence.",
+    )
+    ratio_to: RatioTo = setting(
+        "trainer",
+        "Whose policy the clipped ratio (epsilon, epsilon_high) is to: the `trainer`'s before "
+        "the update, which makes it 1 and leaves the correction to importance_clip, or the "
+        "sampling `engine`'s, for rollouts that are older than the weights.",
+    )
+    # --- stragglers and flat groups
+    rollout_deadline_s: float | None = setting(
+        None,
+        "Seconds from its start, experts included, after which a rollout is given up: it is late, "
+        "a fault, and its group goes on without it; above 0; null waits for ever.",
+    )
+    max_refills: int = setting(
+        0,
+        "Problems that are tried in the place of one whose rollouts are all equally good, at "
+        "least 0: at most 1 + max_refills times the batch is sampled.",
+    )
+    canary_tolerance: float | None = setting(
+        None,
+        "With backend vllm: stop when the servers' log-probabilities of fixed texts differ from "
+        "the trainer's by more than this on average, in nats per token, above 0; null: 0.001 in "
+        "float32, 0.05 in 16 bits.",
     )
     # --- reward
-    cost_per_call: float = _setting(
+    cost_per_call: float = setting(
         0.0, "Reward taken off a right answer per consultation, at least 0."
     )
-    cost_per_usd: float = _setting(
+    cost_per_usd: float = setting(
         0.0, "Reward taken off a right answer per US dollar of consultations, at least 0."
     )
-    max_cost: float = _setting(0.5, "At most this is taken off a right answer, in [0, 1).")
+    max_cost: float = setting(0.5, "At most this is taken off a right answer, in [0, 1).")
     # --- alarms
-    collapse_alarm: AlarmAction = _setting(
-        "stop", "On a collapse `stop` the run, `warn`, or `off`."
-    )
-    min_well_formed: float = _setting(
+    collapse_alarm: AlarmAction = setting("stop", "On a collapse `stop` the run, `warn`, or `off`.")
+    min_well_formed: float = setting(
         0.6, "A share of well-formed rollouts below this is a collapse, in [0, 1]."
     )
-    max_expert_rise: float | None = _setting(
+    max_expert_rise: float | None = setting(
         1.0,
         "Expert text that costs the controller this much more than in the first steps is a "
         "collapse, in nats per token, above 0; not watched with null, or where it is not trained.",
     )
-    collapse_patience: int = _setting(5, "Steps in a row that a collapse must last, at least 1.")
-    max_fault_rate: float = _setting(
+    collapse_patience: int = setting(5, "Steps in a row that a collapse must last, at least 1.")
+    max_fault_rate: float = setting(
         0.2,
         "Stop when more than this share of the rollouts of the last `fault_window` steps had an "
         "infrastructure fault, in [0, 1]; 1 never stops.",
     )
-    fault_window: int = _setting(3, "Steps that the fault rate is taken over, at least 1.")
+    fault_window: int = setting(3, "Steps that the fault rate is taken over, at least 1.")
     # --- the run
-    output_dir: str | None = _setting("runs/stage1", "The run folder.")
-    overwrite: bool = _setting(
-        False, "Start again where a finished run, or one with other settings, lies."
-    )
-    # TRL's fields with defaults that suit a run that can be killed at any moment.
-    logging_steps: float = _setting(1, "Steps between two logs.")
-    save_steps: float = _setting(10, "Steps between two checkpoints.")
-    save_total_limit: int | None = _setting(
-        2, "Checkpoints to keep, at least 2, so that one is whole at any moment; null: all."
-    )
+    output_dir: str | None = setting("runs/stage1", "The run folder.")
+    save_steps: float = setting(10, "Steps between two checkpoints to resume from.")
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and not self.fp16 and not torch.cuda.is_available():
-            self.bf16 = False  # TRL's default would be bfloat16 autocast, slower on most CPUs
-        if not torch.cuda.is_available():
-            self.dataloader_pin_memory = False  # there is nothing to pin for; torch warns
         super().__post_init__()
         self._check_values()
         self._check_resume()
@@ -161,6 +186,7 @@ class Stage1Config(GRPOConfig):
             route_weight=self.route_weight,
             route_negative=self.route_negative,
             route_entropy=self.route_entropy,
+            drop_void=self.drop_void,
             drop_flat_groups=self.drop_flat_groups,
             scale=self.scale_rewards,
         )
@@ -190,23 +216,37 @@ class Stage1Config(GRPOConfig):
         for name in ("collapse_patience", "fault_window", "problems_per_family"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; expected 0 to {2**32 - 1}")
+        if self.max_refills < 0:
+            raise ValueError(f"max_refills is {self.max_refills}; expected at least 0")
+        if self.rollout_deadline_s is not None and self.rollout_deadline_s <= 0:
+            raise ValueError(
+                f"rollout_deadline_s is {self.rollout_deadline_s}; expected above 0, or null"
+            )
         for name in ("min_well_formed", "max_fault_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
         if self.importance_clip is not None and self.importance_clip <= 0:
             raise ValueError(f"importance_clip is {self.importance_clip}; expected above 0 or null")
-        if self.loss_type not in _TOKEN_LOSSES:
+        if self.loss_type not in get_args(LossType):
             raise ValueError(
-                f"loss_type is {self.loss_type!r}; expected one that works token by token: "
-                f"{', '.join(_TOKEN_LOSSES)}"
+                f"loss_type is {self.loss_type!r}; expected one of {', '.join(get_args(LossType))}"
             )
-        if self.loss_type not in _OWN_DENOMINATOR and self.objective().denominator != "all":
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
             raise ValueError(
-                f"loss_type {self.loss_type!r} has its own denominator; expected "
-                f"denominator: all with it, or loss_type {' or '.join(_OWN_DENOMINATOR)}"
+                f"epsilon_high is {self.epsilon_high}; expected at least 1 with loss_type cispo, "
+                "such as 5: it bounds the ratio itself there, and would scale every update down"
             )
+        if self.loss_type not in _BY_TOKENS and self.objective().denominator != "all":
+            raise ValueError(
+                f"loss_type {self.loss_type!r} divides by trajectories; expected denominator: all "
+                f"with it, or a loss_type among {', '.join(_BY_TOKENS)}"
+            )
+        for name, expected in _NOT_BY_TOKEN.items():
+            if getattr(self, name) != expected:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected {expected}: tokens have weights of "
+                    "their own here"
+                )
 
     def _check_resume(self) -> None:
         """Refuse what would make a resumed run differ from an undisturbed one (TRL 1.16)."""
@@ -218,14 +258,6 @@ class Stage1Config(GRPOConfig):
                 f"steps_per_generation is {self.steps_per_generation} and "
                 f"gradient_accumulation_steps {self.gradient_accumulation_steps}; expected them "
                 f"equal: {why}"
-            )
-        if self.save_only_model or self.ignore_data_skip:
-            name = "save_only_model" if self.save_only_model else "ignore_data_skip"
-            raise ValueError(f"{name} is true; expected false: {why}")
-        if self.save_total_limit is not None and self.save_total_limit < 2:
-            raise ValueError(
-                f"save_total_limit is {self.save_total_limit}; expected at least 2, or null: a run "
-                "that is killed while it saves needs the checkpoint before"
             )
         if str(getattr(self.save_strategy, "value", self.save_strategy)) not in ("steps", "no"):
             raise ValueError(f"save_strategy is {self.save_strategy!r}; expected steps or no")
@@ -248,9 +280,27 @@ class Stage1Config(GRPOConfig):
             )
         if self.repetition_penalty != 1.0:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}; expected 1")
+        if self.mode not in ("experts", "local", "no-expert"):
+            raise ValueError(f"mode is {self.mode!r}; expected experts, local or no-expert")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout}; expected 0: the policy that is trained must "
+                "be the one that samples"
+            )
         if self.use_vllm:
             raise ValueError(
-                "use_vllm is true; expected false: rivet's rollout engine samples, not TRL's"
+                "use_vllm is true; expected false: rivet's rollout engine samples, not TRL's "
+                "(backend: vllm)"
+            )
+        self.check_backend()
+        if self.backend == "vllm" and not self.use_peft and not torch.cuda.is_available():
+            raise ValueError(
+                "backend is vllm and use_peft false; expected use_peft: true: all weights can be "
+                "sent to vLLM from a GPU only"
+            )
+        if self.canary_tolerance is not None and self.canary_tolerance <= 0:
+            raise ValueError(
+                f"canary_tolerance is {self.canary_tolerance}; expected above 0, or null"
             )
         if self.mask_truncated_completions:
             raise ValueError(

@@ -119,10 +119,14 @@ class BatchHealth:
             sums[f"{author}/pull"] = (pull * mask).sum()
             sums[f"{author}/rare_pull"] = (pull * mask * (p < RARE)).sum()
         gap = (logps - inputs["sampling_per_token_logps"]).abs()
-        sampled = inputs["is_controller"] & ~torch.isnan(gap)
+        sampled = inputs["is_sampled"] & ~torch.isnan(gap)
         sums["sampling/count"] = sampled.sum()
         sums["sampling/gap"] = torch.where(sampled, gap, 0.0).sum()
         return cls(tuple(sums), torch.stack([value.float() for value in sums.values()]))
+
+    def __add__(self, other: BatchHealth) -> BatchHealth:
+        """The sums of both: of two micro-batches of one step."""
+        return BatchHealth(self.names, self.sums + other.sums)
 
     def reduced(self, accelerator: Any) -> dict[str, float]:
         """Metrics over all processes; those without a token are left out."""

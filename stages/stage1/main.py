@@ -19,28 +19,32 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from data.miniworld.tasks import build_split
 from data.problems import Problem
 from eval.grade import load_gradable
 from rivet.config import parse_config
 from rivet.experts.config import ExpertConfig, load_experts
+from rivet.experts.ledger import stop_at_budget
+from rivet.rollout.backend_settings import MAY_CHANGE
 from rivet.runs import RunDir
 from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import load_controller
 from stages.experts import start_miniworld_experts
 from stages.stage1.config import Stage1Config
 from stages.stage1.sampling import engine_source, right_experts
+from stages.stage1.servers import open_servers, weight_sync
 from stages.stage1.training import Start, train, trainer_arguments
 
 logger = logging.getLogger(__name__)
 
 # What decides when a run is stopped or saved, not what it computes.
 _MAY_CHANGE = (
+    *MAY_CHANGE,
+    "canary_tolerance",
     "collapse_alarm",
     "min_well_formed",
     "max_expert_rise",
@@ -66,13 +70,16 @@ def run(config: Stage1Config) -> Path:
         CollapseError: The run lost the protocol.
         FaultRateError: Experts, sandbox or grader fail too often.
         ExpertsUnavailableError: An expert does not answer before the first step.
-        Interrupted: A signal asked to stop; the step is saved.
+        Interrupted: A signal asked to stop, and the step is saved; or the budget for experts is
+            spent, and the step under way is left out.
     """
     assert config.output_dir is not None
     # What can be wrong with the input is found before anything is written or started.
     problems = read_problems(config)
     settings = ProtocolSettings.load(config.model)
-    listed = None if config.experts == "embedded" else load_experts(config.experts)
+    listed: list[ExpertConfig] | None = []
+    if config.mode == "experts":
+        listed = None if config.experts == "embedded" else load_experts(config.experts)
     with RunDir.open(
         config.output_dir,
         config,
@@ -81,19 +88,28 @@ def run(config: Stage1Config) -> Path:
         may_change=_MAY_CHANGE,
     ) as folder:
         args = trainer_arguments(config, folder, len(problems))
-        with open_experts(listed) as experts:
+        with stop_at_budget(), open_experts(listed) as experts:
             start = load_start(args, settings, problems, experts)
-            with engine_source(
-                start.model,
-                start.tokenizer,
-                start.settings,
-                experts,
-                batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
-                temperature=args.temperature,
-                seed=args.seed,
-                cost=args.cost(),
-            ) as source:
-                return train(folder, args, start, source)
+            with (
+                open_servers(args, start) as urls,
+                engine_source(
+                    start.model,
+                    start.tokenizer,
+                    start.settings,
+                    experts,
+                    batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+                    temperature=args.temperature,
+                    seed=args.seed,
+                    cost=args.cost(),
+                    vllm_urls=urls,
+                    mode=args.mode,
+                    deadline_s=args.rollout_deadline_s,
+                    problems=problems,
+                    run_dir=folder.path,
+                ) as source,
+            ):
+                sync = weight_sync(args, folder, start, source, urls)
+                return train(folder, args, start, source, sync)
 
 
 def read_problems(config: Stage1Config) -> list[Problem]:
@@ -126,10 +142,11 @@ def load_start(
     if args.max_completion_length is not None:
         limits = replace(limits, max_completion_length=args.max_completion_length)
     args.max_completion_length = limits.max_completion_length
-    cards = tuple(ExpertCard(expert.name, expert.skill) for expert in experts)
+    # Without experts at hand the controller keeps the ones that it knows.
+    cards = tuple(ExpertCard(expert.name, expert.skill) for expert in experts) or settings.experts
     tokenizer = ProtocolTokenizer.from_pretrained(args.model)
     tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
-    model = AutoModelForCausalLM.from_pretrained(args.model, **_model_arguments(args))
+    model = load_controller(args.model, args)
     # The engine samples from this very object, so it goes to its device first.
     torch.nn.Module.to(model, args.device)
     return Start(
@@ -139,11 +156,6 @@ def load_start(
         problems,
         right_experts(problems, [card.name for card in cards]),
     )
-
-
-def _model_arguments(args: Stage1Config) -> dict[str, Any]:
-    given = args.model_init_kwargs
-    return {"dtype": "float32", **(given if isinstance(given, dict) else {})}
 
 
 @contextlib.contextmanager

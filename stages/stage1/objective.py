@@ -6,7 +6,7 @@ Everything that decides how much a token counts ends up in a weight of shape (B*
 trainer hands to TRL's loss in the place of the advantages. Departures from GRPO: infrastructure
 faults leave the baseline, void trajectories stay in it without being trained, expert tokens have
 their own weight, and the environment's output has none. What is not here: the forward pass, the
-ratio and its clipping (TRL's), and where the masks come from (`stages.stage1.trainer`).
+clipping of the ratio (TRL's), and where the masks come from (`stages.stage1.trainer`).
 
 Shapes: B = prompts, G = generations per prompt, T = completion tokens.
 """
@@ -23,6 +23,10 @@ ExpertLoss = Literal["paper", "positive", "luffy", "ce", "mask"]
 Denominator = Literal["all", "controller", "separate"]
 Shaping = Literal["none", "negative", "all"]
 Scale = Literal["group", "batch", "none"]
+# The losses of TRL 1.16. They differ in what a token's ratio to the old policy does, which is TRL's
+# code, and in what they divide by, which is `loss_scale`.
+LossType = Literal["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+RatioLevel = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class ObjectiveSettings:
             names that are made up bear the whole of it.
         route_entropy: The entropy of each of the controller's route tokens counts as much in its
             sum as an advantage of this size.
+        drop_void: Trajectories with neither an answer nor an action train nothing; they stay in
+            their group's baseline all the same.
         drop_flat_groups: Groups whose rewards are all equal train nothing and are not counted
             in N.
         scale: Standard deviation that advantages are divided by.
@@ -64,6 +70,7 @@ class ObjectiveSettings:
     route_weight: float = 1.0
     route_negative: float = 1.0
     route_entropy: float = 0.0
+    drop_void: bool = True
     drop_flat_groups: bool = True
     scale: Scale = "group"
     epsilon: float = 1e-4
@@ -206,17 +213,18 @@ class TokenWeights:
 
 def trained(advantages: Advantages, is_void: Tensor, settings: ObjectiveSettings) -> Tensor:
     """z_i as booleans, shape (B*G,): not a fault, not void, not in a dropped flat group."""
-    keep = advantages.is_valid & ~is_void
+    keep = advantages.is_valid & ~is_void if settings.drop_void else advantages.is_valid
     return keep & ~advantages.is_flat if settings.drop_flat_groups else keep
 
 
 def token_counts(roles: TokenRoles, is_trained: Tensor) -> Tensor:
-    """Numbers of controller and expert tokens of trained trajectories, shape (2,).
+    """Numbers of controller tokens, expert tokens and trajectories that are trained, shape (3,).
 
     With many processes, sum them before `token_weights`.
     """
     row = is_trained.unsqueeze(1)
-    return torch.stack([(mask & row).sum() for mask in (roles.controller, roles.expert)])
+    masks = (roles.controller & row, roles.expert & row, is_trained)
+    return torch.stack([mask.sum() for mask in masks])
 
 
 def token_weights(
@@ -227,6 +235,8 @@ def token_weights(
     is_right: Tensor,
     is_trained: Tensor,
     counts: Tensor,
+    loss_type: LossType = "dapo",
+    max_completion_length: int = 1,
 ) -> TokenWeights:
     """Weight every token.
 
@@ -236,9 +246,11 @@ def token_weights(
         advantages: A_i, shape (B*G,).
         is_right: Verdict of the grader, shape (B*G,).
         is_trained: z_i from `trained`, shape (B*G,).
-        counts: From `token_counts`, over all processes, shape (2,).
+        counts: From `token_counts`, over all processes, shape (3,).
+        loss_type: Decides what is divided by, see `loss_scale`.
+        max_completion_length: Limit of a completion, for `dr_grpo`.
     """
-    num_controller, num_expert = counts.to(advantages.dtype).clamp(min=1)
+    num_controller, num_expert, num_rows = counts.to(advantages.dtype).clamp(min=1)
     row = is_trained.unsqueeze(1)
     controller, expert = roles.controller & row, roles.expert & row
     own = _controller_weights(settings, roles, advantages)
@@ -250,8 +262,50 @@ def token_weights(
         spliced = spliced * num_controller / num_expert
     weights = torch.where(controller, own, torch.where(expert, spliced, 0.0))
     in_loss = controller | expert if settings.expert_weight else controller
+    weights = weights * loss_scale(
+        loss_type, in_loss.sum(1), num_items, num_rows, max_completion_length
+    ).unsqueeze(1)
     entropy = (roles.route & row) * (settings.route_entropy / num_items)
     return TokenWeights(weights, in_loss.to(weights.dtype), entropy, num_items)
+
+
+def loss_scale(
+    loss_type: LossType,
+    lengths: Tensor,
+    num_items: Tensor,
+    num_rows: Tensor,
+    max_completion_length: int,
+) -> Tensor:
+    """Factor of a trajectory's weights that turns the division by N into that of a loss type.
+
+    Tokens and trajectories are counted over the whole optimizer step and all processes, so that
+    the loss depends on neither the micro-batches nor the number of processes; TRL takes means of
+    each micro-batch instead. With N tokens, S trajectories, n_i tokens in trajectory i:
+
+    | loss type | divides a token of trajectory i by | source |
+    |---|---|---|
+    | `dapo`, `bnpo`, `cispo`, `vespo` | N | arXiv:2503.14476, 2506.13585, 2602.10693 |
+    | `grpo`, `sapo` | n_i S | arXiv:2402.03300, 2511.20347 |
+    | `dr_grpo` | S max_completion_length | arXiv:2503.20783 |
+    | `luspo` | S | arXiv:2602.05261 |
+
+    Args:
+        loss_type: See the table.
+        lengths: n_i, tokens of each trajectory that are in the loss, shape (B*G,).
+        num_items: N, a scalar.
+        num_rows: S, trained trajectories, a scalar.
+        max_completion_length: Limit of a completion.
+
+    Returns:
+        Shape (B*G,).
+    """
+    if loss_type in ("grpo", "sapo"):
+        return num_items / (num_rows * lengths.clamp(min=1))
+    if loss_type == "dr_grpo":
+        return (num_items / (num_rows * max_completion_length)).expand(lengths.shape)
+    if loss_type == "luspo":
+        return (num_items / num_rows).expand(lengths.shape)
+    return torch.ones_like(lengths, dtype=num_items.dtype)
 
 
 def _controller_weights(
@@ -300,17 +354,29 @@ def shaping_factor(settings: ObjectiveSettings, logps: Tensor, weights: Tensor) 
     return factor
 
 
-def importance_factor(logps: Tensor, sampling_logps: Tensor, clip: float) -> Tensor:
-    """Truncated importance ratio of the trainer's old policy to the sampling engine's.
+def log_ratio_to_engine(
+    logps: Tensor, sampling_logps: Tensor, is_sampled: Tensor, level: RatioLevel = "token"
+) -> Tensor:
+    """Log of the ratio of the trainer's policy to the sampling engine's, without gradient.
 
     Args:
-        logps: log p under the trainer's old policy, shape (B*G, T).
-        sampling_logps: log p that the engine reported; NaN where nothing was sampled (spliced
-            tokens), where the factor is 1. Shape (B*G, T).
-        clip: Upper bound of the ratio.
+        logps: log p under the trainer's policy, shape (B*G, T).
+        sampling_logps: log p that the engine reported, NaN where it reported none, (B*G, T).
+        is_sampled: True for the controller's tokens, shape (B*G, T).
+        level: `token`, or `sequence`: the mean over a trajectory's sampled tokens, for all of them
+            (the length-normalised ratio of GSPO, Eq. 7, arXiv:2507.18071).
 
     Returns:
-        Factors in (0, clip], without gradient.
+        Shape (B*G, T); 0 where nothing was sampled.
     """
-    ratio = (logps.detach() - sampling_logps).exp().clamp(max=clip)
-    return torch.where(torch.isnan(sampling_logps), 1.0, ratio)
+    known = is_sampled & ~torch.isnan(sampling_logps)
+    gap = torch.where(known, logps.detach() - sampling_logps, 0.0)
+    if level == "sequence":
+        mean = gap.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1)
+        gap = torch.where(known, mean, 0.0)
+    return gap
+
+
+def importance_factor(log_ratio: Tensor, clip: float) -> Tensor:
+    """Truncated importance ratio, in (0, clip], from `log_ratio_to_engine`; 1 at a ratio of 1."""
+    return log_ratio.exp().clamp(max=clip)

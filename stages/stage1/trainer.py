@@ -7,7 +7,10 @@ Written against TRL 1.16.0. What is overridden, each pinned by a contract test:
   loss mask and the denominator. Fractional numbers go there and never into the mask, which would
   scale the KL term and the ratio too;
 - `_compute_loss` multiplies in what needs the current probabilities (shaping, importance ratio)
-  and adds the entropy of route tokens. TRL computes the loss from the weights as it always does;
+  and adds the entropy of route tokens. TRL computes the loss from the weights as it always does,
+  token by token: what a loss type divides by is in the weights (`loss_scale`), exact over
+  micro-batches and processes, and a ratio of whole sequences is in the old log-probabilities, as
+  in GSPO-token (Sec. 4.3, arXiv:2507.18071), so that a token's gradient has its own weight;
 - `_get_per_token_logps_and_entropies` hands TRL's loss the scores of the forward pass that
   `_compute_loss` has just made, so there is one forward pass a step;
 - rows that train nothing are left out of the passes;
@@ -18,15 +21,14 @@ Shapes: B = prompts, G = generations per prompt, T = completion tokens.
 
 from __future__ import annotations
 
-import math
 import os
-import random
-import re
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
@@ -35,127 +37,26 @@ from trl import GRPOTrainer
 from data.problems import Problem
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
+from stages.fused_head import score_trained_only
+from stages.stage1.batches import is_void, problem_order, roles_of, without_idle_rows
 from stages.stage1.config import Stage1Config
+from stages.stage1.fates import fate_metrics, fate_of
 from stages.stage1.health import BatchHealth, FaultWatch, fault_of, rollout_metrics
 from stages.stage1.objective import (
-    TokenRoles,
+    LossType,
     group_advantages,
     importance_factor,
+    log_ratio_to_engine,
     shaping_factor,
     token_counts,
     token_weights,
     trained,
 )
-from stages.stage1.rollouts import Asked, StepRollouts, with_info
+from stages.stage1.rollouts import Asked, StepRollouts, segment_weights, with_info
 
 _ROW = "rivet_row"
-
-
-def is_void(trajectory: Trajectory) -> bool:
-    """True if it holds neither an answer nor an action: there is nothing to reinforce."""
-    return not (trajectory.answer or trajectory.expert_calls or trajectory.code_runs)
-
-
-def problem_order(count: int, per_step: int, steps: int, *, seed: int, shuffle: bool) -> list[int]:
-    """Rows of the problems of every step, `per_step` distinct ones each, flat.
-
-    Each pass over the problems has its own order, fixed by the seed; what is left at its end and
-    does not fill a step is skipped.
-
-    Raises:
-        ValueError: There are fewer problems than one step needs.
-    """
-    if count < per_step:
-        raise ValueError(f"{count} problems, but one step takes {per_step}; add problems")
-    order: list[int] = []
-    epoch = 0
-    while len(order) < steps * per_step:
-        rows = list(range(count))
-        if shuffle:
-            random.Random(f"{seed}\x1f{epoch}").shuffle(rows)
-        order += rows[: count - count % per_step]
-        epoch += 1
-    return order[: steps * per_step]
-
-
-def roles_of(
-    trajectories: Sequence[Trajectory],
-    length: int,
-    tokenizer: ProtocolTokenizer,
-    experts: Collection[str],
-    *,
-    device: torch.device | str = "cpu",
-) -> TokenRoles:
-    """Masks of shape (B*G, length) from the trajectories' authors and kinds.
-
-    What follows `<expert name="` is a choice of an expert even where no name comes of it: if only
-    valid names counted as choices, a name that is made up would be punished less than a real one
-    that does not know the answer, and the controller would flee into nonsense.
-    """
-    codes = torch.zeros(len(trajectories), length, dtype=torch.int8)  # 0: environment, padding
-    for row, trajectory in enumerate(trajectories):
-        start = 0
-        for segment in trajectory.segments:
-            end = start + len(segment)
-            if segment.author == "expert":
-                codes[row, start:end] = 2
-            elif segment.author == "controller":
-                codes[row, start:end] = 3 if segment.kind == "route" else 1
-            start = end
-        for n, name in choices(trajectory, tokenizer):
-            codes[row, n] = 3 if name in experts else 4
-    codes = codes.to(device)
-    route = codes >= 3
-    return TokenRoles((codes == 1) | route, codes == 2, route, codes == 4)
-
-
-def choices(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> list[tuple[int, str]]:
-    """The controller's choices of an expert, whatever became of them.
-
-    Returns:
-        For each `<expert name="` the index of the token that holds the first byte behind it, if the
-        controller wrote that, and what stands there up to the next quote or tag.
-    """
-    pieces = [tokenizer.token_bytes[i] for i in trajectory.completion_ids]
-    authors = trajectory.authors
-    found: list[tuple[int, str]] = []
-    token, token_end = -1, 0
-    for match in re.finditer(rb'<expert name="([^"<>]*)', b"".join(pieces)):
-        while token_end <= match.start(1) and token + 1 < len(pieces):
-            token += 1
-            token_end += len(pieces[token])
-        if token_end > match.start(1) and authors[token] == "controller":
-            found.append((token, match[1].decode("utf-8", "replace")))
-    return found
-
-
-def without_idle_rows(batch: dict[str, Any], is_trained: Tensor, num_parts: int) -> dict[str, Any]:
-    """The batch without rows that train nothing, and without the padding that they needed.
-
-    Rows of flat groups, faults and void trajectories cost a forward and a backward pass and
-    change nothing. As many are kept as it takes to split the batch into equal parts, of at least
-    one row each.
-
-    Args:
-        batch: The trainer's tensors: rows first, then columns of the prompt or the completion.
-        is_trained: z_i, shape (B*G,).
-        num_parts: Parts that the batch will be split into.
-    """
-    total = int(is_trained.sum())
-    rows = max(math.ceil(total / num_parts), 1) * num_parts
-    # A stable sort keeps the order of the rows that stay.
-    keep = torch.argsort(~is_trained, stable=True)[:rows]
-    width = int(batch["completion_mask"][keep].sum(1).max())
-    prompt_width = int(batch["prompt_mask"][keep].sum(1).max())
-    result: dict[str, Any] = {}
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            result[name] = value
-        elif name in ("prompt_ids", "prompt_mask"):
-            result[name] = value[keep][:, value.size(1) - prompt_width :]
-        else:
-            result[name] = value[keep][:, :width]
-    return result
+# Loss types that are the same function of a token's ratio and weight once nothing is divided by.
+_SURROGATE = {"grpo": "dapo", "bnpo": "dapo", "dr_grpo": "dapo", "luspo": "dapo"}
 
 
 class Stage1Trainer(GRPOTrainer):
@@ -188,7 +89,10 @@ class Stage1Trainer(GRPOTrainer):
         self._rollouts = rollouts
         self._right_experts = right_experts or {}
         self._objective = args.objective()
-        self._importance_clip = args.importance_clip
+        self._loss_type: LossType = args.loss_type  # type: ignore[assignment] # checked
+        self._ratio_level = args.importance_sampling_level
+        self._ratio_to = args.ratio_to
+        self._importance_clip = args.importance_clip if args.ratio_to == "trainer" else None
         assert args.num_generations is not None and args.steps_per_generation is not None
         self._group_size = args.num_generations
         self._num_parts = args.steps_per_generation
@@ -197,6 +101,7 @@ class Stage1Trainer(GRPOTrainer):
         self._experts = frozenset(experts)
         self._batch: list[Trajectory] = []
         self._batch_is_stored = False
+        self._health: BatchHealth | None = None
         self._scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         order = problem_order(
             len(problems),
@@ -219,8 +124,11 @@ class Stage1Trainer(GRPOTrainer):
             processing_class=tokenizer.hf,
             callbacks=callbacks,
             rollout_func=self._rollout,  # type: ignore[arg-type] # declared for text prompts
+            peft_config=args.peft(),
         )
         self.shuffle_dataset = False
+        self.loss_type = _SURROGATE.get(args.loss_type, args.loss_type)
+        self.importance_sampling_level = "token"
 
     def outcome_reward(self, **_: Any) -> list[float | None]:
         """Rewards of the batch; None leaves TRL's own statistics as it leaves ours."""
@@ -257,11 +165,10 @@ class Stage1Trainer(GRPOTrainer):
 
     def _watch_faults(self) -> None:
         """Stop before anything is written or trained if too much of the batch failed."""
-        faults = [fault for t in self._batch if (fault := fault_of(t)) is not None]
-        counts = torch.tensor([len(faults), len(self._batch)], device=self.accelerator.device)
-        # Every process sees the same counts, so all of them stop.
-        total = self.accelerator.reduce(counts, reduction="sum").tolist()
-        self._fault_watch.update(total[0], total[1], faults)
+        # Every process sees the faults of all, so all of them stop.
+        faults = gather_object([fault_of(t) for t in self._batch])
+        known = [fault for fault in faults if fault is not None]
+        self._fault_watch.update(len(known), len(faults), known)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -290,53 +197,95 @@ class Stage1Trainer(GRPOTrainer):
             is_right=torch.tensor([t.outcome == "right" for t in batch], device=device),
             is_trained=is_trained,
             counts=self.accelerator.reduce(token_counts(roles, is_trained), reduction="sum"),
+            loss_type=self._loss_type,
+            max_completion_length=self.max_completion_length or length,
         )
         output["advantages"] = weights.weights
         output["tool_mask"] = weights.mask
         output["num_items_in_batch"] = weights.num_items
         # Tensors whose first dimension is the batch are shuffled and split with it.
         output["entropy_weights"] = weights.entropy_weights
-        output["is_controller"], output["is_expert"] = roles.controller, roles.expert
-        output["is_route"] = roles.route
-        self._log_rollouts(advantages.is_flat.float().mean().item(), mine.values.tolist())
-        return without_idle_rows(output, is_trained, self._num_parts)
+        output["is_sampled"] = roles.controller
+        row = is_trained.unsqueeze(1)  # rows that are kept as fillers are nobody's in the metrics
+        for name in ("controller", "expert", "route"):
+            output[f"is_{name}"] = getattr(roles, name) & row
+        self._log_rollouts(
+            advantages.is_flat.float().mean().item(),
+            mine.values.tolist(),
+            is_trained.tolist(),
+            segment_weights(batch, weights.weights),
+        )
+        most = int(self.accelerator.gather(is_trained.sum()).max())
+        return without_idle_rows(output, is_trained, self._num_parts, most)
 
-    def _log_rollouts(self, flat_rate: float, advantages: list[float]) -> None:
+    def _log_rollouts(
+        self,
+        flat_rate: float,
+        advantages: list[float],
+        is_trained: list[bool],
+        weights: list[list[float]],
+    ) -> None:
         """Write the step's shard, unless it was replayed, and the metrics of its rollouts."""
         if not self._batch_is_stored:
             step = self.state.global_step + 1
-            self._batch = with_info(self._batch, {"advantage": advantages})
+            fates = [
+                fate_of(t, advantage=a, is_trained=z, is_void=is_void(t))
+                for t, a, z in zip(self._batch, advantages, is_trained, strict=True)
+            ]
+            self._batch = with_info(
+                self._batch, {"advantage": advantages, "fate": fates, "segment_weights": weights}
+            )
             self._rollouts.keep(step, self._batch)
         self._metric("reward/flat_groups", flat_rate)
-        for name, value in rollout_metrics(self._batch, self._right_experts).items():
+        # Without its tokens a trajectory is a few hundred bytes, so every process sees all of them
+        # and an alarm goes off in all of them at the same step.
+        everyone = gather_object([replace(t, prompt_ids=(), segments=()) for t in self._batch])
+        metrics = rollout_metrics(everyone, self._right_experts)
+        metrics |= fate_metrics(
+            [t.info["fate"] for t in everyone], sum(gather_object([self._rollouts.replaced]))
+        )
+        for name, value in metrics.items():
             self._metric(name, value)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         logps, entropies, aux_loss = self._forward(model, inputs)
         assert entropies is not None
-        weights = self._current_weights(logps, inputs)
+        log_ratio = log_ratio_to_engine(
+            logps,
+            inputs["sampling_per_token_logps"],
+            inputs["is_sampled"],
+            self._ratio_level,  # type: ignore[arg-type] # TRL's annotation is str
+        )
+        weights = self._current_weights(logps, log_ratio, inputs)
         self._scores = (logps, entropies, aux_loss)
-        loss = super()._compute_loss(model, {**inputs, "advantages": weights})
+        given = {**inputs, "advantages": weights * self._undone_mean(inputs)}
+        if self._ratio_to == "engine":
+            given["old_per_token_logps"] = logps.detach() - log_ratio
+        loss = super()._compute_loss(model, given)
         # The data-parallel mean over processes divides by their number.
         scale = self.accelerator.num_processes
         loss = loss - scale * (entropies * inputs["entropy_weights"]).sum()
         health = BatchHealth.of(logps.detach(), entropies.detach(), weights, inputs)
-        for name, value in health.reduced(self.accelerator).items():
-            self._metric(name, value)
+        self._health = health if self._health is None else self._health + health
+        if self.accelerator.sync_gradients:  # the last micro-batch of the step
+            for name, value in self._health.reduced(self.accelerator).items():
+                self._metric(name, value)
+            self._health = None
         return loss
 
     def _forward(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities and entropies of the completion, each of shape (B*G, T)."""
-        return super()._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-        )
+        with score_trained_only(inputs["completion_ids"].device, model):
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].size(1),
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+            )
 
     def _get_per_token_logps_and_entropies(
         self, *args: Any, **kwargs: Any
@@ -346,17 +295,22 @@ class Stage1Trainer(GRPOTrainer):
             return scores
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
-    def _current_weights(self, logps: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _undone_mean(self, inputs: dict[str, Any]) -> Tensor | float:
+        """What undoes the mean over a micro-batch that TRL takes for `sapo`, (B*G, 1)."""
+        if self.loss_type != "sapo":
+            return 1.0
+        lengths = inputs["tool_mask"].sum(1, keepdim=True).clamp(min=1)
+        rows = len(lengths) * self.current_gradient_accumulation_steps
+        return lengths * rows * self.accelerator.num_processes / inputs["num_items_in_batch"]
+
+    def _current_weights(self, logps: Tensor, log_ratio: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Token weights with everything that depends on current probabilities, (B*G, T)."""
         weights = inputs["advantages"]
         if self._objective.shaping != "none":
             factor = shaping_factor(self._objective, logps, weights)
             weights = torch.where(inputs["is_expert"], weights * factor, weights)
-        clip = self._importance_clip
-        if clip is not None:
-            old = inputs.get("old_per_token_logps", logps)
-            factor = importance_factor(old, inputs["sampling_per_token_logps"], clip)
-            weights = torch.where(inputs["is_controller"], weights * factor, weights)
+        if self._importance_clip is not None:
+            weights = weights * importance_factor(log_ratio, self._importance_clip)
         return weights
 
     def _metric(self, name: str, value: float) -> None:

@@ -1,7 +1,7 @@
 """One Stage I run inside a run folder: resume, train, stop in good order, save.
 
 Over any source of rollouts, so that it can be tested without sampling; `stages.stage1.main` brings
-the engine. A checkpoint of the trainer counts once it is whole (`stages.stage2.training`).
+the engine. Which files a run leaves: `stages.checkpointing`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 
 from data.problems import Problem
-from rivet.files import atomic_folder
 from rivet.interrupt import interruptible
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import TRAINER, resume_point, save_controller
 from stages.stage1.callback import Stage1Callback
 from stages.stage1.config import Stage1Config
-from stages.stage1.rollouts import RolloutSource, StepRollouts
+from stages.stage1.fates import describe_funnel, funnel
+from stages.stage1.rollouts import Refill, RolloutSource, StepRollouts
 from stages.stage1.trainer import Stage1Trainer
-from stages.stage2.training import last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,14 @@ _RESULTS = (
     "rollout/fault_rate",
 )
 _LAST_STEPS = 5
+
+
+class Sync(Protocol):
+    """Brings the trainer's weights to wherever rollouts are sampled."""
+
+    def attach(self, trainer: Stage1Trainer) -> None:
+        """Become a callback of the trainer."""
+        ...
 
 
 class CollapseError(RuntimeError):
@@ -66,13 +75,19 @@ class Start:
 def trainer_arguments(config: Stage1Config, folder: RunDir, problems: int) -> Stage1Config:
     """The settings as the trainer takes them: its folder inside the run, and a number of steps."""
     args = copy.copy(config)
-    args.output_dir = str(folder.path / "trainer")
+    args.output_dir = str(folder.path / TRAINER)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * (problems // args.prompts_per_step))
     return args
 
 
-def train(folder: RunDir, args: Stage1Config, start: Start, source: RolloutSource) -> Path:
+def train(
+    folder: RunDir,
+    args: Stage1Config,
+    start: Start,
+    source: RolloutSource,
+    sync: Sync | None = None,
+) -> Path:
     """Train inside an opened run folder, over any source of rollouts.
 
     Args:
@@ -80,23 +95,25 @@ def train(folder: RunDir, args: Stage1Config, start: Start, source: RolloutSourc
         args: From `trainer_arguments`.
         start: Model, tokenizer, protocol and problems.
         source: Samples what is not stored.
+        sync: Brings the weights to where the source samples, before each step.
 
     Returns:
         The checkpoint folder.
     """
-    resume_from = last_checkpoint(Path(str(args.output_dir)), clean=folder.is_writer)
-    folder.trim_metrics(0 if resume_from is None else int(resume_from.rpartition("-")[2]))
+    resume_from = resume_point(folder, args.world_size)
     watch = args.collapse_watch()
     for line in folder.metrics():
         watch.update(line)
     with interruptible() as stop:
         callback = Stage1Callback(folder, stop, watch, args.collapse_alarm)
         trainer = build_trainer(folder, args, start, source, callback)
-        if resume_from is not None:
-            logger.info("resuming from %s", resume_from)
+        if sync is not None:
+            sync.attach(trainer)
         trainer.train(resume_from_checkpoint=resume_from)
         if callback.collapse is not None:
-            save(folder, folder.path / "collapsed", trainer, start)
+            save_controller(
+                folder, folder.path / "collapsed", trainer, start.tokenizer, start.settings
+            )
             raise CollapseError(
                 f"{folder.path}: stopped at {callback.collapse}. The weights are in "
                 f"{folder.path / 'collapsed'}, the curves in metrics.jsonl. Try a milder "
@@ -105,8 +122,10 @@ def train(folder: RunDir, args: Stage1Config, start: Start, source: RolloutSourc
             )
         if stop.requested and trainer.state.global_step < args.max_steps:
             stop.check(f"step {trainer.state.global_step}")
-    save(folder, folder.checkpoint, trainer, start)
-    folder.finish(results(folder))
+    save_controller(folder, folder.checkpoint, trainer, start.tokenizer, start.settings)
+    fates = funnel(TrajectoryStore(folder.path / "trajectories"))
+    logger.info("rollouts: %s", describe_funnel(fates))
+    folder.finish({**results(folder), "fates": fates})
     return folder.checkpoint
 
 
@@ -123,6 +142,7 @@ def build_trainer(
         TrajectoryStore(folder.path / "trajectories"),
         rank=args.process_index,
         world_size=args.world_size,
+        refill=refill(args, start.problems),
     )
     trainer = Stage1Trainer(
         model=start.model,
@@ -139,18 +159,12 @@ def build_trainer(
     return trainer
 
 
-def save(folder: RunDir, target: Path, trainer: Stage1Trainer, start: Start) -> None:
-    """Write weights, tokenizer and `rivet.json`, whole or not at all."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    state = None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if not folder.is_writer:
-        return
-    with atomic_folder(target) as temporary:
-        model.save_pretrained(temporary, state_dict=state)
-        start.tokenizer.hf.save_pretrained(temporary)
-        start.settings.save(temporary)
+def refill(args: Stage1Config, problems: list[Problem]) -> Refill | None:
+    """What takes the place of flat groups, by the settings."""
+    if not args.max_refills:
+        return None
+    assert args.num_generations is not None
+    return Refill(problems, args.num_generations, args.max_refills, args.seed)
 
 
 def results(folder: RunDir) -> dict[str, float]:

@@ -113,7 +113,7 @@ class LengthBucketSampler(Sampler[int]):
 
     Args:
         lengths: Tokens of each row.
-        batch_size: Rows of one batch of one process.
+        batch_size: Rows of one batch, over all processes.
         seed: Same seed, same order.
         pool: Batches whose rows are sorted together; more means less padding and less mixing.
     """

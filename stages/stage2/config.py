@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from peft import LoraConfig
 from trl import SFTConfig
 
 from stages.stage2.objective import FormatWeight, Normalization, Objective
+from stages.training_settings import TrainingSettings, setting
 
 Use = Literal["any", "expert", "code", "expert_or_code"]
 
 
-def setting(default: Any, text: str) -> Any:
-    """A documented field."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class WeightedSFTConfig(SFTConfig):
+class WeightedSFTConfig(TrainingSettings, SFTConfig):
     """What every run of the weighted trainer shares: the objective and how it is run."""
 
     controller_weight: float = setting(1.0, "Weight of the controller's text, at least 0.")
@@ -44,10 +38,7 @@ class WeightedSFTConfig(SFTConfig):
         "What the loss is divided by: the sum of the `weights`, or the number of trained `tokens`, "
         "which leaves content its share whatever alpha is.",
     )
-    overwrite: bool = setting(
-        False, "Start again where a finished run, or one with other settings, lies."
-    )
-    # TRL's fields with defaults that suit a run that can be killed at any moment.
+    # TRL's fields with other defaults.
     output_dir: str | None = setting("runs/stage2", "The run folder.")
     max_length: int | None = setting(
         2048,
@@ -59,22 +50,10 @@ class WeightedSFTConfig(SFTConfig):
         "`group_by_length` batches rows of like length, `random` shuffles, `sequential` keeps the "
         "order of the data set.",
     )
-    logging_steps: float = setting(1, "Steps between two logs.")
-    save_steps: float = setting(100, "Steps between two checkpoints to resume from.")
-    save_total_limit: int | None = setting(
-        2, "Checkpoints to keep, at least 2, so that one is whole at any moment; null: all."
-    )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and not self.fp16 and not torch.cuda.is_available():
-            self.bf16 = False  # TRL's default would be bfloat16 autocast, slower on most CPUs
-        if not torch.cuda.is_available():
-            self.dataloader_pin_memory = False  # there is nothing to pin for; torch warns
         super().__post_init__()
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; expected 0 to {2**32 - 1}")
         self.objective()
-        self._check_resume()
 
     def objective(self) -> Objective:
         """The objective that these settings describe."""
@@ -88,20 +67,6 @@ class WeightedSFTConfig(SFTConfig):
             normalization=self.normalization,
         )
 
-    def _check_resume(self) -> None:
-        """Refuse what would make a resumed run differ from an undisturbed one."""
-        for name in ("save_only_model", "ignore_data_skip"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name} is true; expected false: a resumed run would not equal an "
-                    "undisturbed one"
-                )
-        if self.save_total_limit is not None and self.save_total_limit < 2:
-            raise ValueError(
-                f"save_total_limit is {self.save_total_limit}; expected at least 2, or null: a run "
-                "that is killed while it saves needs the checkpoint before"
-            )
-
 
 @dataclass
 class Stage2Config(WeightedSFTConfig):
@@ -114,6 +79,9 @@ class Stage2Config(WeightedSFTConfig):
         "", "Folder of graded trajectories, as `rivet collect` writes it. Required."
     )
     # --- the filter
+    require_right: bool = setting(
+        True, "Drop a trajectory whose answer is not right; false is for ablations only."
+    )
     require_use: Use = setting(
         "expert_or_code",
         "Keep a trajectory only if it used an `expert`, ran `code`, either, or `any` (no demand).",
@@ -135,13 +103,6 @@ class Stage2Config(WeightedSFTConfig):
             "or shares 13 words in a row."
         },
     )
-    # --- the adapter
-    use_peft: bool = setting(False, "Train a LoRA adapter, merged into the result.")
-    lora_r: int = setting(32, "Rank of the adapter, at least 1.")
-    lora_alpha: int = setting(64, "Scale of the adapter, at least 1; the factor is alpha / r.")
-    lora_target_modules: str = setting(
-        "all-linear", "Modules that get an adapter; never the LM head."
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,15 +116,3 @@ class Stage2Config(WeightedSFTConfig):
             )
         if self.max_per_problem < 1:
             raise ValueError(f"max_per_problem is {self.max_per_problem}; expected at least 1")
-
-    def peft(self) -> LoraConfig | None:
-        """The adapter, None for full fine-tuning."""
-        if not self.use_peft:
-            return None
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            target_modules=self.lora_target_modules,
-            exclude_modules=["lm_head"],
-            task_type="CAUSAL_LM",
-        )

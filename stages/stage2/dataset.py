@@ -7,8 +7,9 @@ are not stored: one dataset serves every setting of the objective.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,23 @@ from datasets import Dataset
 
 from rivet.files import atomic_folder
 from rivet.trajectory import Trajectory
+from stages.stage2.candidates import Candidate
 from stages.stage2.objective import AUTHOR_CODES, KIND_CODES, PROMPT_AUTHOR, PROMPT_KIND
 
 DATA_FILE = "train.parquet"
 FUNNEL_FILE = "funnel.json"
-_AUTHOR = {name: code for code, name in enumerate(AUTHOR_CODES)}
-_KIND = {name: code for code, name in enumerate(KIND_CODES)}
+_ROWS = 1000  # of a row group
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("problem_id", pa.string()),
+        ("routes", pa.list_(pa.string())),
+        ("length", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("authors", pa.list_(pa.uint8())),
+        ("kinds", pa.list_(pa.uint8())),
+    ]
+)
 
 
 class DatasetError(ValueError):
@@ -40,31 +52,38 @@ def to_dataset(
         trajectories: In order.
         expert_scales: Factor on the expert's weights for each trajectory; None means 1.
     """
-    return Dataset(_table(trajectories, expert_scales))
+    return Dataset(_table([Candidate.of(t) for t in trajectories], expert_scales))
 
 
 def write_dataset(
     folder: str | Path,
-    trajectories: Sequence[Trajectory],
+    kept: Iterable[Candidate],
     *,
-    funnel: Mapping[str, Any],
+    funnel: Callable[[], Mapping[str, Any]],
     source: str,
 ) -> None:
     """Write a dataset folder (data, card, funnel), whole or not at all; replaces an earlier one.
 
+    Rows are written as they come, so memory does not grow with their number.
+
     Args:
         folder: Where.
-        trajectories: The kept ones, in order.
-        funnel: What the filter counted, for the card and `funnel.json`.
+        kept: The trajectories, in order.
+        funnel: Gives what the filter counted, once all have come; for the card and `funnel.json`.
         source: Where the trajectories came from, for the card.
     """
-    table = _table(trajectories, None)
+    rows = iter(kept)
+    tokens = 0
     with atomic_folder(folder) as temporary:
-        pq.write_table(table, temporary / DATA_FILE, compression="zstd")
+        with pq.ParquetWriter(temporary / DATA_FILE, SCHEMA, compression="zstd") as writer:
+            while chunk := list(itertools.islice(rows, _ROWS)):
+                writer.write_table(_table(chunk, None))
+                tokens += sum(map(len, chunk))
+        counted = funnel()
         (temporary / FUNNEL_FILE).write_text(
-            json.dumps(funnel, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            json.dumps(counted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        (temporary / "README.md").write_text(_card(trajectories, funnel, source), encoding="utf-8")
+        (temporary / "README.md").write_text(_card(counted, tokens, source), encoding="utf-8")
 
 
 def read_dataset(folder: str | Path) -> Dataset:
@@ -88,44 +107,43 @@ def read_dataset(folder: str | Path) -> Dataset:
     return dataset
 
 
-def codes_of(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids (int32), author and kind codes (uint8) of prompt and completion, shape (T,)."""
-    lengths = [len(trajectory.prompt_ids), *(len(s) for s in trajectory.segments)]
-    authors = [PROMPT_AUTHOR, *(_AUTHOR[s.author] for s in trajectory.segments)]
-    kinds = [PROMPT_KIND, *(_KIND[s.kind] for s in trajectory.segments)]
-    ids = np.array([*trajectory.prompt_ids, *trajectory.completion_ids], np.int32)
-    return (
-        ids,
-        np.repeat(np.array(authors, np.uint8), lengths),
-        np.repeat(np.array(kinds, np.uint8), lengths),
-    )
-
-
-def _table(trajectories: Sequence[Trajectory], expert_scales: Sequence[float] | None) -> pa.Table:
-    coded = [codes_of(t) for t in trajectories]
-    lengths = np.array([len(ids) for ids, _, _ in coded], np.int32)
+def _table(kept: Sequence[Candidate], expert_scales: Sequence[float] | None) -> pa.Table:
+    lengths = np.array([len(row) for row in kept], np.int32)
+    prompts = [len(row.prompt_ids) for row in kept]
     columns: dict[str, pa.Array] = {
-        "id": pa.array([t.id for t in trajectories], pa.string()),
-        "problem_id": pa.array([t.problem_id for t in trajectories], pa.string()),
-        "routes": pa.array([list(t.routes) for t in trajectories], pa.list_(pa.string())),
+        "id": pa.array([row.id for row in kept], pa.string()),
+        "problem_id": pa.array([row.problem_id for row in kept], pa.string()),
+        "routes": pa.array([list(row.routes) for row in kept], pa.list_(pa.string())),
         "length": pa.array(lengths),
-        "input_ids": _lists([ids for ids, _, _ in coded], lengths, np.int32),
-        "authors": _lists([authors for _, authors, _ in coded], lengths, np.uint8),
-        "kinds": _lists([kinds for _, _, kinds in coded], lengths, np.uint8),
+        "input_ids": _lists(
+            [part for row in kept for part in (row.prompt_ids, row.completion_ids)],
+            lengths,
+            np.int32,
+        ),
+        "authors": _lists(_coded(prompts, PROMPT_AUTHOR, [r.authors for r in kept]), lengths),
+        "kinds": _lists(_coded(prompts, PROMPT_KIND, [r.kinds for r in kept]), lengths),
     }
     if expert_scales is not None:
         columns["expert_scale"] = pa.array(np.array(expert_scales, np.float32))
     return pa.table(columns)
 
 
-def _lists(arrays: Iterable[np.ndarray], lengths: np.ndarray, dtype: type) -> pa.Array:
+def _coded(
+    prompts: Sequence[int], code: int, completions: Sequence[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """The code of the prompt for each of its tokens, then those of the completion, row by row."""
+    for length, completion in zip(prompts, completions, strict=True):
+        yield np.full(length, code, np.uint8)
+        yield completion
+
+
+def _lists(arrays: Iterable[np.ndarray], lengths: np.ndarray, dtype: type = np.uint8) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     flat = np.concatenate([np.zeros(0, dtype), *arrays])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
-def _card(trajectories: Sequence[Trajectory], funnel: Mapping[str, Any], source: str) -> str:
-    tokens = sum(len(t.prompt_ids) + sum(map(len, t.segments)) for t in trajectories)
+def _card(funnel: Mapping[str, Any], tokens: int, source: str) -> str:
     steps = "\n".join(
         f"| {step['rule']} | {step['dropped']} | {step['kept']} |" for step in funnel["rules"]
     )
@@ -141,7 +159,7 @@ tags:
 ---
 # Verified trajectories
 
-{len(trajectories)} trajectories of {len({t.problem_id for t in trajectories})} problems,
+{funnel["kept"]} trajectories of {funnel["problems"]} problems,
 {tokens} tokens, from `{source}` ({funnel["read"]} read), written by rivet for Stage II.
 
 | rule | dropped | kept |

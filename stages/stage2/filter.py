@@ -8,18 +8,24 @@ which of several near-duplicates, and which trajectories of one problem, are kep
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from data.decontamination import Contamination
 from data.problems import Problem
 from rivet.prompts import PromptBuilder
 from rivet.tokenization import ProtocolTokenizer
-from rivet.trajectory import Trajectory
+from rivet.trajectory import AUTHORS, KINDS
+from stages.stage2.candidates import Candidate
 
 Use = Literal["any", "expert", "code", "expert_or_code"]
 _SHINGLE = 5  # tokens
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_ENVIRONMENT, _OUTPUT = AUTHORS.index("environment"), KINDS.index("output")
+_REQUEST = KINDS.index("request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class FilterRules:
     """What is demanded of a trajectory besides being verified.
 
     Attributes:
+        require_right: Drop it unless its answer was graded right. False is the ablation that shows
+            what verifying adds; a fault is dropped all the same.
         use: What it must have used: an expert, code, either, or nothing in particular.
         require_code_ok: Drop it if a program failed.
         max_length: Most tokens, prompt included; None is no limit.
@@ -35,6 +43,7 @@ class FilterRules:
         max_per_problem: Most trajectories kept of one problem.
     """
 
+    require_right: bool = True
     use: Use = "expert_or_code"
     require_code_ok: bool = True
     max_length: int | None = None
@@ -42,66 +51,87 @@ class FilterRules:
     max_per_problem: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Filtered:
-    """What is left.
-
-    Attributes:
-        kept: In the order of the input.
-        funnel: `read`, `kept`, `rules` (rule, dropped and kept, in order), and for the kept ones
-            `problems` and `routes` (experts consulted -> trajectories).
-    """
-
-    kept: tuple[Trajectory, ...]
-    funnel: dict[str, Any]
-
-
-def filter_trajectories(
-    trajectories: Iterable[Trajectory],
-    rules: FilterRules,
-    *,
-    is_contaminated: Callable[[Trajectory], bool] | None = None,
-) -> Filtered:
-    """Keep the verified trajectories that satisfy every rule.
+class Filter:
+    """Says of one trajectory after the other whether it is kept, and counts.
 
     Args:
-        trajectories: Graded ones, in an order that does not change between runs.
         rules: What is demanded.
         is_contaminated: Says whether a trajectory is about an evaluation problem.
+        counts: Problem id -> trajectories of it that will be asked about. Where it is known, only
+            what may still be repeated is remembered.
     """
-    steps = _steps(rules, is_contaminated)
-    dropped: Counter[str] = Counter()
-    kept: list[Trajectory] = []
-    read = 0
-    for trajectory in trajectories:
-        read += 1
-        failed = next((name for name, passes in steps if not passes(trajectory)), None)
-        if failed is None:
-            kept.append(trajectory)
-        else:
-            dropped[failed] += 1
-    return Filtered(tuple(kept), _funnel(read, [name for name, _ in steps], dropped, kept))
+
+    def __init__(
+        self,
+        rules: FilterRules,
+        *,
+        is_contaminated: Callable[[Candidate], bool] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        self._repetition = _NoNearDuplicate(rules.near_duplicate)
+        self._steps = _steps(rules, is_contaminated, self._repetition)
+        self._left = None if counts is None else Counter(counts)
+        self._dropped: Counter[str] = Counter()
+        self._routes: Counter[str] = Counter()
+        self._problems: set[str] = set()
+        self._read = self._kept = 0
+
+    def __call__(self, candidate: Candidate) -> bool:
+        """Whether it is kept. Ask once about each, in an order that does not change."""
+        self._read += 1
+        failed = next((name for name, passes in self._steps if not passes(candidate)), None)
+        problem = candidate.problem_id
+        if self._left is not None:
+            self._left[problem] -= 1
+            if self._left[problem] <= 0:
+                self._repetition.forget(problem)
+        if failed is not None:
+            self._dropped[failed] += 1
+            return False
+        self._kept += 1
+        self._problems.add(problem)
+        self._routes[" ".join(candidate.routes) or "none"] += 1
+        return True
+
+    @property
+    def funnel(self) -> dict[str, Any]:
+        """`read`, `kept`, `rules` (rule, dropped and kept, in order), and for the kept ones
+        `problems` and `routes` (experts consulted -> trajectories)."""
+        left, rows = self._read, []
+        for name, _ in self._steps:
+            left -= self._dropped[name]
+            rows.append({"rule": name, "dropped": self._dropped[name], "kept": left})
+        return {
+            "read": self._read,
+            "kept": self._kept,
+            "rules": rows,
+            "problems": len(self._problems),
+            "routes": dict(sorted(self._routes.items())),
+        }
 
 
 def _steps(
-    rules: FilterRules, is_contaminated: Callable[[Trajectory], bool] | None
-) -> list[tuple[str, Callable[[Trajectory], bool]]]:
+    rules: FilterRules,
+    is_contaminated: Callable[[Candidate], bool] | None,
+    repetition: Callable[[Candidate], bool],
+) -> list[tuple[str, Callable[[Candidate], bool]]]:
     """Each rule's name and test, cheapest first; the last two remember what they kept."""
-    steps: list[tuple[str, Callable[[Trajectory], bool]]] = [
+    steps: list[tuple[str, Callable[[Candidate], bool]]] = [
         ("no infrastructure fault", lambda t: t.fault is None),
-        ("right answer", lambda t: t.outcome == "right"),
         ("well formed", lambda t: t.well_formed),
         ("no fabricated output", lambda t: not has_fabricated_output(t)),
         (_USE_NAMES[rules.use], lambda t: _uses(t, rules.use)),
     ]
+    if rules.require_right:
+        steps.insert(1, ("right answer", lambda t: t.outcome == "right"))
     if rules.require_code_ok:
-        steps.append(("code ran", lambda t: all(run.status == "ok" for run in t.code_runs)))
+        steps.append(("code ran", lambda t: all(s == "ok" for s in t.code_statuses)))
     if rules.max_length is not None:
         limit = rules.max_length
-        steps.append((f"at most {limit} tokens", lambda t: length_of(t) <= limit))
+        steps.append((f"at most {limit} tokens", lambda t: len(t) <= limit))
     if is_contaminated is not None:
         steps.append(("no evaluation problem", lambda t: not is_contaminated(t)))
-    steps.append(("no near-duplicate", _NoNearDuplicate(rules.near_duplicate)))
+    steps.append(("no near-duplicate", repetition))
     steps.append((f"at most {rules.max_per_problem} per problem", _Cap(rules.max_per_problem)))
     return steps
 
@@ -114,22 +144,18 @@ _USE_NAMES: dict[Use, str] = {
 }
 
 
-def has_fabricated_output(trajectory: Trajectory) -> bool:
+def has_fabricated_output(candidate: Candidate) -> bool:
     """Whether somebody else than the environment wrote a program's output."""
-    return trajectory.finish == "fabricated_output" or any(
-        s.kind == "output" and s.author != "environment" for s in trajectory.segments
+    is_output = candidate.kinds == _OUTPUT
+    return candidate.finish == "fabricated_output" or bool(
+        (is_output & (candidate.authors != _ENVIRONMENT)).any()
     )
 
 
-def length_of(trajectory: Trajectory) -> int:
-    """Tokens of prompt and completion."""
-    return len(trajectory.prompt_ids) + sum(map(len, trajectory.segments))
-
-
-def _uses(trajectory: Trajectory, use: Use) -> bool:
+def _uses(candidate: Candidate, use: Use) -> bool:
     # Without interception nobody is called, but the request and the reply are there.
-    asked = any(s.kind == "request" for s in trajectory.segments)
-    ran = bool(trajectory.code_runs)
+    asked = bool((candidate.kinds == _REQUEST).any())
+    ran = bool(candidate.code_statuses)
     return {"any": True, "expert": asked, "code": ran, "expert_or_code": asked or ran}[use]
 
 
@@ -138,24 +164,44 @@ class _NoNearDuplicate:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._seen: dict[str, list[tuple[list[int], frozenset[tuple[int, ...]]]]] = defaultdict(
-            list
-        )
+        self._seen: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._shingles: dict[str, list[np.ndarray]] = defaultdict(list)
 
-    def __call__(self, trajectory: Trajectory) -> bool:
-        ids = trajectory.completion_ids
-        shingles = frozenset(
-            tuple(ids[n : n + _SHINGLE]) for n in range(max(1, len(ids) - _SHINGLE + 1))
-        )
-        earlier = self._seen[trajectory.problem_id]
-        for other_ids, other in earlier:
-            if self._threshold >= 1:
-                if ids == other_ids:
-                    return False
-            elif len(shingles & other) >= self._threshold * len(shingles | other):
+    def forget(self, problem_id: str) -> None:
+        """Nothing of this problem will come any more."""
+        self._seen.pop(problem_id, None)
+        self._shingles.pop(problem_id, None)
+
+    def __call__(self, candidate: Candidate) -> bool:
+        ids, earlier = candidate.completion_ids, self._seen[candidate.problem_id]
+        if any(np.array_equal(ids, other) for other in earlier):
+            return False
+        if self._threshold < 1 and earlier:
+            known = self._shingles[candidate.problem_id]
+            known += [shingles(other) for other in earlier[len(known) :]]
+            mine = shingles(ids)
+            if any(_overlap(mine, other) >= self._threshold for other in known):
                 return False
-        earlier.append((ids, shingles))
+        # A view would keep its whole batch alive.
+        earlier.append(ids.copy())
         return True
+
+
+def shingles(ids: np.ndarray) -> np.ndarray:
+    """Sorted 64-bit digests of the runs of 5 tokens in some ids, each once."""
+    padded = np.concatenate([ids, np.full(max(0, _SHINGLE - len(ids)), -1)])
+    digests = np.zeros(len(padded) - _SHINGLE + 1, np.uint64)
+    for n in range(_SHINGLE):
+        part = padded[n : n + len(digests)].astype(np.uint64) + np.uint64(2)
+        digests = (digests ^ part) * _MIX
+        digests ^= digests >> np.uint64(29)
+    return np.unique(digests)
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """Jaccard index of two sets of digests."""
+    both = len(np.intersect1d(a, b, assume_unique=True))
+    return both / (len(a) + len(b) - both)
 
 
 class _Cap:
@@ -165,9 +211,9 @@ class _Cap:
         self._limit = limit
         self._counts: Counter[str] = Counter()
 
-    def __call__(self, trajectory: Trajectory) -> bool:
-        self._counts[trajectory.problem_id] += 1
-        return self._counts[trajectory.problem_id] <= self._limit
+    def __call__(self, candidate: Candidate) -> bool:
+        self._counts[candidate.problem_id] += 1
+        return self._counts[candidate.problem_id] <= self._limit
 
 
 class EvaluationProblems:
@@ -187,41 +233,25 @@ class EvaluationProblems:
         self._tokenizer = tokenizer
         self._words = Contamination(p.problem for p in problems)
         self._whole: dict[str, Contamination] = {}
-        self._known: dict[tuple[int, ...], bool] = {}
+        self._known: dict[str, tuple[bytes, bool]] = {}  # of each problem, of its last prompt
 
-    def __call__(self, trajectory: Trajectory) -> bool:
-        prompt = trajectory.prompt_ids
-        if prompt not in self._known:
-            text = self._tokenizer.decode(prompt)
-            whole = self._prompts_of(trajectory)
-            self._known[prompt] = whole.equals(text) or self._words.overlaps(text)
-        return self._known[prompt]
+    def __call__(self, candidate: Candidate) -> bool:
+        prompt = candidate.prompt_ids.tobytes()
+        known, verdict = self._known.get(candidate.problem_id, (b"", False))
+        if known != prompt:
+            text = self._tokenizer.decode(candidate.prompt_ids.tolist())
+            whole = self._prompts_of(candidate)
+            verdict = whole.equals(text) or self._words.overlaps(text)
+            self._known[candidate.problem_id] = (prompt, verdict)
+        return verdict
 
-    def _prompts_of(self, trajectory: Trajectory) -> Contamination:
+    def _prompts_of(self, candidate: Candidate) -> Contamination:
         """The evaluation problems' own prompts in the mode of this trajectory."""
-        mode = trajectory.mode
+        mode: Any = candidate.mode
         if mode not in self._whole:
             built = (self._prompts.build(p.problem, mode) for p in self._problems)
             self._whole[mode] = Contamination(self._tokenizer.decode(ids) for ids in built)
         return self._whole[mode]
-
-
-def _funnel(
-    read: int, names: Sequence[str], dropped: Counter[str], kept: Sequence[Trajectory]
-) -> dict[str, Any]:
-    left = read
-    rows = []
-    for name in names:
-        left -= dropped[name]
-        rows.append({"rule": name, "dropped": dropped[name], "kept": left})
-    routes = Counter(" ".join(t.routes) or "none" for t in kept)
-    return {
-        "read": read,
-        "kept": len(kept),
-        "rules": rows,
-        "problems": len({t.problem_id for t in kept}),
-        "routes": dict(sorted(routes.items())),
-    }
 
 
 def funnel_text(funnel: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ Run line: `rivet stage2 stages/recipes/stage2_mini.yaml --model runs/stage1/chec
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
 
 from data.problems import Problem, load_problems
 from rivet.config import parse_config
@@ -29,15 +29,18 @@ from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import load_controller
+from stages.stage2.candidates import Candidate, problem_counts, read_candidates
 from stages.stage2.config import Stage2Config
 from stages.stage2.dataset import DATA_FILE, FUNNEL_FILE, read_dataset, write_dataset
 from stages.stage2.filter import (
     EvaluationProblems,
+    Filter,
     FilterRules,
-    filter_trajectories,
     funnel_text,
 )
-from stages.stage2.training import model_arguments, train
+from stages.stage2.objective import named_weights
+from stages.stage2.training import train
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +75,15 @@ def run(config: Stage2Config) -> Path:
         summary = train(
             folder,
             config,
-            model=AutoModelForCausalLM.from_pretrained(config.model, **model_arguments(config)),
+            model=load_controller(config.model, config),
             tokenizer=tokenizer,
             settings=settings,
             objective=config.objective(),
             dataset=dataset,
             peft_config=config.peft(),
         )
-        folder.finish({**_results(funnel), **summary})
+        weights = named_weights(config.objective())
+        folder.finish({**_results(funnel), **summary, "token_weights": weights})
         return folder.checkpoint
 
 
@@ -104,9 +108,9 @@ def prepare_dataset(
                 "`rivet collect` writes them"
             )
         logger.info("filtering %s", config.trajectories)
-        filtered = filter_trajectories(
-            store,
+        passes = Filter(
             FilterRules(
+                require_right=config.require_right,
                 use=config.require_use,
                 require_code_ok=config.require_code_ok,
                 max_length=config.max_length,
@@ -114,15 +118,23 @@ def prepare_dataset(
                 max_per_problem=config.max_per_problem,
             ),
             is_contaminated=_contamination(config, tokenizer, settings),
+            counts=problem_counts(store),
         )
-        if not filtered.kept:
+        size = len(tokenizer.token_bytes)
+        kept = (_checked(c, size, config) for c in read_candidates(store) if passes(c))
+        first = next(kept, None)
+        if first is None:
             raise Stage2Error(
                 f"{config.trajectories}: no trajectory passes the filter:\n"
-                f"{funnel_text(filtered.funnel)}\nloosen the rule that dropped them, or collect "
+                f"{funnel_text(passes.funnel)}\nloosen the rule that dropped them, or collect "
                 "with a better controller"
             )
-        _check_vocabulary(filtered.kept, tokenizer, config)
-        write_dataset(target, filtered.kept, funnel=filtered.funnel, source=config.trajectories)
+        write_dataset(
+            target,
+            itertools.chain([first], kept),
+            funnel=lambda: passes.funnel,
+            source=config.trajectories,
+        )
     funnel = json.loads((target / FUNNEL_FILE).read_text(encoding="utf-8"))
     logger.info("what the filter kept:\n%s", funnel_text(funnel))
     return funnel
@@ -144,17 +156,16 @@ def _contamination(
     return EvaluationProblems(problems, PromptBuilder(tokenizer, settings), tokenizer)
 
 
-def _check_vocabulary(
-    kept: Sequence[Any], tokenizer: ProtocolTokenizer, config: Stage2Config
-) -> None:
+def _checked(candidate: Candidate, vocabulary: int, config: Stage2Config) -> Candidate:
     """Ids of another tokenizer would train on noise; the cheapest sign is one out of range."""
-    largest = max(max(t.completion_ids, default=0) for t in kept)
-    if largest >= len(tokenizer.token_bytes):
+    largest = int(candidate.completion_ids.max(initial=0))
+    if largest >= vocabulary:
         raise Stage2Error(
             f"{config.trajectories}: token id {largest}, but the vocabulary of {config.model} has "
-            f"{len(tokenizer.token_bytes)} tokens; expected trajectories that this controller or "
-            "one of its ancestors sampled"
+            f"{vocabulary} tokens; expected trajectories that this controller or one of its "
+            "ancestors sampled"
         )
+    return candidate
 
 
 def _results(funnel: dict[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,18 @@ class Objective:
         return table
 
 
+def named_weights(objective: Objective) -> dict[str, float]:
+    """The table by `author/kind`, for whoever looks at a trajectory later."""
+    table = objective.table()
+    return {
+        f"{author}/{kind}": round(
+            float(table[AUTHOR_CODES.index(author), KIND_CODES.index(kind)]), 6
+        )
+        for author in AUTHORS
+        for kind in KINDS
+    }
+
+
 def token_weights(
     table: np.ndarray, authors: np.ndarray, kinds: np.ndarray, expert_scale: float = 1.0
 ) -> np.ndarray:

@@ -8,7 +8,7 @@ that `tests/stages/test_stage2_contract.py` pins:
 - `SFTTrainer.__init__` gives the model TRL's fused LM head: log-probabilities without logits.
 - `Trainer._set_signature_columns_if_needed`, `Trainer._get_train_sampler`,
   `Trainer.model_accepts_loss_kwargs`, `SFTTrainer._metrics`, `SFTTrainer._total_train_tokens`.
-- `trl.trainer.utils._use_triton` and `_CHUNKED_LOGPROB_CHUNK_SIZE`: see `_score_trained_only`.
+- `trl.trainer.utils`, through `stages.fused_head`.
 
 Packing is ours (`stages.stage2.batching`): TRL's own refuses a collator, and cuts trajectories.
 """
@@ -16,17 +16,16 @@ Packing is ours (`stages.stage2.batching`): TRL's own refuses a collator, and cu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import trl.trainer.utils as trl_utils
 from datasets import Dataset
 from peft import PeftConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from stages.fused_head import score_trained_only
 from stages.stage2.batching import PAD_CODE, LengthBucketSampler, WeightedCollator
 from stages.stage2.objective import (
     AUTHOR_CODES,
@@ -107,7 +106,7 @@ class Stage2Trainer(SFTTrainer):
         weights = inputs["weights"][:, 1:]
         is_format = inputs["kinds"][:, 1:] == FORMAT
         names = ("input_ids", "labels", "position_ids")
-        with _score_trained_only(weights.device, model):
+        with score_trained_only(weights.device, model):
             outputs = model(
                 **{name: inputs[name] for name in names if name in inputs},
                 use_cache=False,
@@ -209,7 +208,8 @@ class Stage2Trainer(SFTTrainer):
             return super()._get_train_sampler(train_dataset)
         return LengthBucketSampler(
             dataset["length"][:],
-            self.args.train_batch_size,
+            # Of all processes, so that what is in a step does not depend on their number.
+            self.args.train_batch_size * self.args.world_size,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )
 
@@ -234,24 +234,3 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _arrays(dataset: Dataset) -> Dataset:
     """Rows as NumPy arrays: lists of Python integers cost more than a small model's step."""
     return dataset.with_format("numpy")
-
-
-@contextmanager
-def _score_trained_only(device: torch.device, model: torch.nn.Module) -> Iterator[None]:
-    """Let the fused LM head skip untrained positions off the GPU too.
-
-    TRL compacts them where Triton runs and scores every position elsewhere, in tiles of 32,768
-    columns, which on a CPU with a small vocabulary are rows 128 KB apart in memory. Both cost a
-    small model 15% of its step.
-    """
-    if device.type != "cpu":
-        yield
-        return
-    before = trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", before[1])
-    trl_utils._use_triton = lambda device: True
-    trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(before[1], vocabulary)
-    try:
-        yield
-    finally:
-        trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = before

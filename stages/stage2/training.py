@@ -1,18 +1,14 @@
 """One training run inside a run folder: resume, train, save. Shared by warm start and Stage II.
 
-    run/trainer/checkpoint-N   the trainer's own state, for resuming
     run/metrics.jsonl          one line each time the trainer logs
-    run/checkpoint             the result: weights, tokenizer, rivet.json
 
-A checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole; one that a
-kill cut short is removed and training resumes from the one before. The data order depends on seed
-and epoch alone, so the parameters end the same as without the interruption.
+and the checkpoints of `stages.checkpointing`. The data order depends on seed and epoch alone, so
+the parameters end the same as without an interruption.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -28,18 +24,17 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.utils.logging import disable_progress_bar
 from trl import SFTConfig
 
-from rivet.files import atomic_folder, remove
 from rivet.interrupt import interruptible
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import TRAINER, resume_point, save_controller, state_of
 from stages.run_callback import RunCallback
 from stages.stage2.objective import Objective
 from stages.stage2.trainer import Stage2Trainer
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
 # Shown in the line of each step, in this order; metrics.jsonl has them all.
 _SHOWN = tuple(
     (name, name, "{:.4g}")
@@ -77,12 +72,10 @@ def train(
         Interrupted: A signal asked to stop; the state is saved.
     """
     disable_progress_bar()  # of reading and writing weights, which tears ours apart
-    folder = run.path / "trainer"
     args = copy.copy(args)
-    args.output_dir = str(folder)
-    resume_from = last_checkpoint(folder, clean=run.is_writer)
-    state = {} if resume_from is None else _state_of(Path(resume_from))
-    run.trim_metrics(state.get("global_step", 0))
+    args.output_dir = str(run.path / TRAINER)
+    resume_from = resume_point(run, args.world_size)
+    state = {} if resume_from is None else state_of(Path(resume_from))
     with interruptible() as stop:
         trainer = Stage2Trainer(
             model,
@@ -109,7 +102,7 @@ def train(
             trainer.train(resume_from_checkpoint=resume_from)
             if stop.requested and trainer.state.global_step < trainer.state.max_steps:
                 stop.check(f"step {trainer.state.global_step}")
-    save_checkpoint(run, trainer, tokenizer, settings)
+    save_controller(run, run.checkpoint, trainer, tokenizer, settings)
     steps = max(trainer.state.global_step, state.get("global_step", 0))
     last = logged(run)[-1:] or [{}]
     return {"steps": steps, **{k: last[0][k] for k in ("loss", "num_tokens") if k in last[0]}}
@@ -118,57 +111,3 @@ def train(
 def logged(run: RunDir) -> list[dict[str, Any]]:
     """Lines of the run's metrics that belong to a training step."""
     return [line for line in run.metrics() if "loss" in line]
-
-
-def save_checkpoint(
-    run: RunDir,
-    trainer: Stage2Trainer,
-    tokenizer: ProtocolTokenizer,
-    settings: ProtocolSettings,
-) -> None:
-    """Write weights, tokenizer and `rivet.json` to `run.checkpoint`, whole or not at all."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
-    state = None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if not run.is_writer:
-        return
-    with atomic_folder(run.checkpoint) as temporary:
-        model.save_pretrained(temporary, state_dict=state)
-        tokenizer.hf.save_pretrained(temporary)
-        settings.save(temporary)
-
-
-def model_arguments(args: SFTConfig) -> dict[str, Any]:
-    """Arguments for loading the controller: `model_init_kwargs`, in float32 unless they say."""
-    given = args.model_init_kwargs
-    return {"dtype": "float32", **(given if isinstance(given, dict) else {})}
-
-
-def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
-    """The trainer's last whole checkpoint, None if there is none.
-
-    Args:
-        folder: The trainer's output folder.
-        clean: Remove what a kill left half-written.
-    """
-    found: list[tuple[int, str]] = []
-    for path in folder.glob("checkpoint-*"):
-        if state := _state_of(path):
-            found.append((state["global_step"], str(path)))
-        elif clean:
-            logger.warning("%s: not whole, left by an interrupted save; removed", path)
-            remove(path)
-    return max(found)[1] if found else None
-
-
-def _state_of(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint, empty if the checkpoint is not whole."""
-    try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    is_whole = isinstance(state, dict) and checkpoint.name == f"checkpoint-{state['global_step']}"
-    return state if is_whole else {}

@@ -13,6 +13,7 @@ from stages.stage1.objective import (
     TokenRoles,
     group_advantages,
     importance_factor,
+    log_ratio_to_engine,
     preset,
     shaping_factor,
     token_counts,
@@ -108,10 +109,10 @@ def rows(weights: torch.Tensor) -> list[list[float]]:
     return [[round(x, 9) for x in row] for row in weights.tolist()]
 
 
-def test_counts_are_of_controller_and_expert_tokens_of_trained_rows() -> None:
+def test_counts_are_of_tokens_by_author_and_of_trained_rows() -> None:
     # Row 0: c r c c = 4 controller, 2 expert; row 1: c r = 2 controller, 2 expert.
-    assert token_counts(roles(), torch.tensor([True, True])).tolist() == [6, 4]
-    assert token_counts(roles(), torch.tensor([True, False])).tolist() == [4, 2]
+    assert token_counts(roles(), torch.tensor([True, True])).tolist() == [6, 4, 2]
+    assert token_counts(roles(), torch.tensor([True, False])).tolist() == [4, 2, 1]
 
 
 def test_paper_gives_every_token_the_shared_signed_advantage() -> None:
@@ -252,9 +253,61 @@ def test_shaping_by_hand_and_where_it_applies() -> None:
 
 
 def test_the_importance_ratio_is_truncated_and_leaves_spliced_tokens_alone() -> None:
-    logps = f64([[-1.0, -1.0, -1.0]])
-    sampling = f64([[-1.0 + math.log(2), -9.0, NAN]])
-    assert importance_factor(logps, sampling, 2.0).tolist() == [pytest.approx([0.5, 2.0, 1.0])]
+    logps = f64([[-1.0, -1.0, -1.0, -1.0]])
+    sampling = f64([[-1.0 + math.log(2), -9.0, NAN, -5.0]])
+    is_sampled = torch.tensor([[True, True, True, False]])
+    gap = log_ratio_to_engine(logps, sampling, is_sampled)
+    assert gap.tolist() == [pytest.approx([-math.log(2), 8.0, 0.0, 0.0])]
+    assert importance_factor(gap, 2.0).tolist() == [pytest.approx([0.5, 2.0, 1.0, 1.0])]
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_over_its_sampled_tokens() -> None:
+    logps = f64([[-1.0, -2.0, -3.0, -1.0], [-1.0, -1.0, -1.0, -1.0]])
+    sampling = f64([[-1.5, -1.0, NAN, -1.0], [NAN, NAN, NAN, NAN]])
+    is_sampled = torch.tensor([[True, True, False, True], [False] * 4])
+    gap = log_ratio_to_engine(logps, sampling, is_sampled, "sequence")
+    # (0.5 - 1 + 0) / 3 for each of the three sampled tokens; nothing for the spliced one.
+    third = -0.5 / 3
+    assert gap.tolist() == [pytest.approx([third, third, 0.0, third]), [0.0] * 4]
+
+
+# --- loss types ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "first", "second"),
+    [
+        # 10 tokens in the loss: 6 in the first trajectory, 4 in the second; limit of 20.
+        ("dapo", 1 / 10, 1 / 10),
+        ("bnpo", 1 / 10, 1 / 10),
+        ("cispo", 1 / 10, 1 / 10),
+        ("vespo", 1 / 10, 1 / 10),
+        ("grpo", 1 / (2 * 6), 1 / (2 * 4)),
+        ("sapo", 1 / (2 * 6), 1 / (2 * 4)),
+        ("dr_grpo", 1 / (2 * 20), 1 / (2 * 20)),
+        ("luspo", 1 / 2, 1 / 2),
+    ],
+)
+def test_each_loss_type_divides_by_what_its_paper_says(
+    loss_type: Any, first: float, second: float
+) -> None:
+    result = weigh(preset("paper"), loss_type=loss_type, max_completion_length=20)
+    per_token = result.weights / result.num_items  # advantages 2 and -1
+    assert per_token[0, 0].item() == pytest.approx(2 * first)
+    assert per_token[1, 0].item() == pytest.approx(-second)
+
+
+def test_rows_that_are_not_trained_do_not_count_as_trajectories() -> None:
+    only = torch.tensor([True, False])
+    result = weigh(preset("paper"), loss_type="luspo", is_trained=only)
+    assert (result.weights / result.num_items)[0, 0].item() == pytest.approx(2.0)
+
+
+def test_void_trajectories_are_trained_only_if_asked() -> None:
+    advantages = group_advantages(f64([1, 0]), 2)
+    is_void = torch.tensor([False, True])
+    assert trained(advantages, is_void, ObjectiveSettings()).tolist() == [True, False]
+    assert trained(advantages, is_void, ObjectiveSettings(drop_void=False)).all()
 
 
 def test_weights_give_the_gradient_of_the_objective_in_float64() -> None:

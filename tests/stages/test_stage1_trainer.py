@@ -30,17 +30,17 @@ from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Segment, Trajectory
 from stages.stage1 import trainer as trainer_module
-from stages.stage1.health import FaultRateError
-from stages.stage1.objective import TokenRoles, preset, token_weights
-from stages.stage1.rollouts import Asked
-from stages.stage1.trainer import (
-    Stage1Trainer,
+from stages.stage1.batches import (
     choices,
     is_void,
     problem_order,
     roles_of,
     without_idle_rows,
 )
+from stages.stage1.health import FaultRateError
+from stages.stage1.objective import TokenRoles, preset, token_weights
+from stages.stage1.rollouts import Asked
+from stages.stage1.trainer import Stage1Trainer
 
 
 class GradientProbe:
@@ -473,8 +473,10 @@ def test_trl_hands_prompts_over_repeated_with_their_extra_keys(tmp_path: Path) -
         ({"save_strategy": "epoch"}, "expected steps or no"),
         ({"top_p": 0.9}, "what cannot be sampled cannot be learnt"),
         ({"mask_truncated_completions": True}, "counts as wrong"),
-        ({"loss_type": "vespo"}, "token by token"),
-        ({"loss_type": "grpo"}, "has its own denominator"),
+        ({"loss_type": "ppo"}, "loss_type is 'ppo'; expected one of dapo"),
+        ({"loss_type": "grpo"}, "divides by trajectories; expected denominator: all"),
+        ({"loss_type": "cispo"}, "epsilon_high is None; expected at least 1 with loss_type cispo"),
+        ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold is 0.1; expected None"),
         ({"model": ""}, "model is not set"),
         ({"expert_weight": -1.0}, "expert_weight is -1.0"),
         ({"cost_per_call": -1.0}, "expected costs >= 0"),

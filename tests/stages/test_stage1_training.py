@@ -302,3 +302,31 @@ def test_one_line_a_step_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
     assert len(lines) == 2
     assert lines[0].startswith("step 1/2  reward 0.") and "well-formed 100%" in lines[0]
+
+
+# --- recorded runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("paper, seed 1", 50),
+        ("paper, seed 2", 34),
+        ("positive, seed 1", None),
+        ("positive, seed 2", None),
+    ],
+)
+def test_the_alarm_stops_the_signed_advantage_at_mini_world_size_and_nothing_else(
+    name: str, step: int | None
+) -> None:
+    """Metrics of whole runs of `study_mini.yaml` (2026-12-01, commit 98f2178), 80 steps each.
+
+    Their alarm was set to `warn`; here it is asked what it would have done with its defaults.
+    """
+    file = Path(__file__).with_name("recorded_stage1.json")
+    recorded = json.loads(file.read_text(encoding="utf-8"))[name]
+    assert len(recorded) == 80
+    loss: Any = name.partition(",")[0]
+    watch = build_config(Path("unused"), expert_loss=loss).collapse_watch()
+    alarms = [line["step"] for line in recorded if watch.update(line)]
+    assert (alarms[0] if alarms else None) == step

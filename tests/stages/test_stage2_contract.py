@@ -14,7 +14,7 @@ import trl.trainer.utils as trl_utils
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 from trl import SFTTrainer
 
-from stages.stage2.trainer import _score_trained_only
+from stages.fused_head import score_trained_only
 
 
 def source(function: object) -> str:
@@ -105,7 +105,7 @@ def test_scoring_trained_positions_only_changes_no_value_and_no_gradient() -> No
         trl_utils.add_fused_lm_head(fresh)
         before = trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
         if is_patched:
-            with _score_trained_only(torch.device("cpu"), fresh):
+            with score_trained_only(torch.device("cpu"), fresh):
                 output = fresh(input_ids=ids, labels=labels, fused_lm_head=True)
             assert (trl_utils._use_triton, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE) == before
         else:

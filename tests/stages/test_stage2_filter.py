@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +15,33 @@ from stage2_world import SETTINGS, faulty, ids_of, trajectories, trajectory
 
 from data.problems import Problem
 from rivet.prompts import PromptBuilder
+from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
-from stages.stage2.dataset import DatasetError, codes_of, read_dataset, write_dataset
-from stages.stage2.filter import EvaluationProblems, FilterRules, filter_trajectories
+from rivet.trajectory import Trajectory
+from stages.stage2.candidates import COLUMNS, Candidate, problem_counts, read_candidates
+from stages.stage2.dataset import DatasetError, read_dataset, write_dataset
+from stages.stage2.filter import EvaluationProblems, Filter, FilterRules, shingles
 from stages.stage2.objective import AUTHOR_CODES, KIND_CODES
 
 RULES = FilterRules(max_length=150)
+
+
+@dataclass(frozen=True)
+class Filtered:
+    kept: tuple[Trajectory, ...]
+    funnel: dict[str, Any]
+
+
+def filter_trajectories(
+    trajectories: Sequence[Trajectory], rules: FilterRules, **options: Any
+) -> Filtered:
+    """All at once; knowing how many there are of each problem changes nothing."""
+    passes = Filter(rules, **options)
+    kept = tuple(t for t in trajectories if passes(Candidate.of(t)))
+    forgetting = Filter(rules, counts=Counter(t.problem_id for t in trajectories), **options)
+    assert tuple(t for t in trajectories if forgetting(Candidate.of(t))) == kept
+    assert forgetting.funnel == passes.funnel
+    return Filtered(kept, passes.funnel)
 
 
 def test_verified_trajectories_pass_in_order(tag_tokenizer: ProtocolTokenizer) -> None:
@@ -33,6 +57,16 @@ def test_each_rule_drops_what_breaks_it_and_counts_it(tag_tokenizer: ProtocolTok
         filtered = filter_trajectories([broken], RULES)
         dropped = {r["rule"]: r["dropped"] for r in filtered.funnel["rules"] if r["dropped"]}
         assert not filtered.kept and dropped == {rule: 1}
+
+
+def test_without_verification_wrong_answers_pass_and_faults_do_not(
+    tag_tokenizer: ProtocolTokenizer,
+) -> None:
+    good = trajectory(tag_tokenizer, 1, 2)
+    wrong = replace(good, id="w#0@0", problem_id="w", outcome="wrong")
+    fault = replace(good, id="f#0@0", problem_id="f", outcome=None, fault="expert:timeout")
+    filtered = filter_trajectories([good, wrong, fault], replace(RULES, require_right=False))
+    assert ids_of(filtered.kept) == ids_of([good, wrong])
 
 
 def test_funnel_adds_up(tag_tokenizer: ProtocolTokenizer) -> None:
@@ -114,7 +148,7 @@ def test_short_evaluation_problems_are_recognised_when_equal(
         ]
 
 
-def test_long_evaluation_problems_are_recognised_by_a_run_of_words(
+def test_long_evaluation_problems_are_recognised_by_most_of_their_words(
     tag_tokenizer: ProtocolTokenizer,
 ) -> None:
     prompts = PromptBuilder(tag_tokenizer, SETTINGS)
@@ -123,10 +157,45 @@ def test_long_evaluation_problems_are_recognised_by_a_run_of_words(
     words = LONG.split()
 
     def about(text: str) -> bool:
-        return check(replace(base, prompt_ids=prompts.build(text)))
+        return check(Candidate.of(replace(base, prompt_ids=prompts.build(text))))
 
-    assert about("Solve: " + " ".join(words[3:16]) + " quickly")
-    assert not about("Solve: " + " ".join(words[3:15]) + " quickly")
+    assert about("Solve: " + " ".join(words[2:19]) + " quickly")
+    assert not about("Solve: " + " ".join(words[3:12]) + " quickly")
+
+
+def write(folder: Path, kept: Sequence[Trajectory], funnel: dict[str, Any]) -> None:
+    rows = map(Candidate.of, kept)
+    write_dataset(folder, rows, funnel=lambda: funnel, source="runs/collect")
+
+
+def test_a_store_read_in_columns_gives_what_its_trajectories_give(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    base = trajectories(tag_tokenizer, 5)
+    everything = [*base[:3], *faulty(base[0]).values(), replace(base[3], segments=()), *base[4:]]
+    store = TrajectoryStore(tmp_path)
+    store.write("part-00000", everything[:4])
+    store.write("part-00001", everything[4:])
+    read = list(read_candidates(store))
+    assert len(read) == len(everything)
+    for row, t in zip(read, everything, strict=True):
+        expected = Candidate.of(t)
+        for name in Candidate.__dataclass_fields__:
+            assert np.array_equal(getattr(row, name), getattr(expected, name)), (t.id, name)
+    assert problem_counts(store) == Counter(t.problem_id for t in everything)
+    # Batches of any size cut between rows.
+    sizes = [batch.num_rows for batch in store.batches([*COLUMNS], 3)]
+    assert sum(sizes) == len(everything) and max(sizes) == 3
+
+
+def test_shingles_are_the_sets_of_runs_of_five_tokens() -> None:
+    a, b = np.arange(12, dtype=np.int32), np.arange(4, 16, dtype=np.int32)
+    # 8 runs each; those that begin at 4, 5, 6, 7 are common.
+    assert len(shingles(a)) == len(shingles(b)) == 8
+    assert len(np.intersect1d(shingles(a), shingles(b))) == 4
+    repeated = np.array([1, 2, 1, 2, 1, 2, 1, 2], np.int32)
+    assert len(shingles(repeated)) == 2
+    assert len(shingles(a[:3])) == len(shingles(a[:0])) == 1
 
 
 def test_dataset_keeps_ids_authors_and_kinds_of_every_token(
@@ -134,7 +203,7 @@ def test_dataset_keeps_ids_authors_and_kinds_of_every_token(
 ) -> None:
     kept = trajectories(tag_tokenizer, 3)
     filtered = filter_trajectories(kept, RULES)
-    write_dataset(tmp_path / "dataset", kept, funnel=filtered.funnel, source="runs/collect")
+    write(tmp_path / "dataset", kept, filtered.funnel)
     dataset = read_dataset(tmp_path / "dataset")
     for row, t in zip(dataset, kept, strict=True):
         n = len(t.prompt_ids)
@@ -142,7 +211,6 @@ def test_dataset_keeps_ids_authors_and_kinds_of_every_token(
         assert [AUTHOR_CODES[code] for code in row["authors"]] == ["prompt"] * n + t.authors
         assert [KIND_CODES[code] for code in row["kinds"]] == ["prompt"] * n + t.kinds
         assert (row["id"], row["problem_id"], row["routes"]) == (t.id, t.problem_id, [*t.routes])
-    assert np.array_equal(codes_of(kept[0])[0], dataset[0]["input_ids"])
 
 
 def test_dataset_folder_loads_with_datasets_and_has_a_card(
@@ -150,7 +218,7 @@ def test_dataset_folder_loads_with_datasets_and_has_a_card(
 ) -> None:
     kept = trajectories(tag_tokenizer, 3)
     funnel = filter_trajectories([*kept, kept[0]], RULES).funnel
-    write_dataset(tmp_path / "dataset", kept, funnel=funnel, source="runs/collect")
+    write(tmp_path / "dataset", kept, funnel)
     loaded = load_dataset(str(tmp_path / "dataset"), split="train", cache_dir=str(tmp_path / "c"))
     assert isinstance(loaded, Dataset) and len(loaded) == 3
     card = (tmp_path / "dataset" / "README.md").read_text()

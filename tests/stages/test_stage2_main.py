@@ -23,6 +23,7 @@ from rivet.runs import RunFinishedError
 from rivet.settings import ProtocolSettings, SettingsError
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import last_checkpoint
 from stages.stage2 import training
 from stages.stage2.config import Stage2Config
 from stages.stage2.dataset import read_dataset
@@ -159,7 +160,7 @@ def test_run_cut_before_its_checkpoint_is_written_trains_no_further_step(
         raise OSError("disk gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(training, "save_checkpoint", fail)
+        patched.setattr(training, "save_controller", fail)
         with pytest.raises(OSError, match="disk gone"):
             run(config_of(inputs, tmp_path / "run"))
     run(config_of(inputs, tmp_path / "run"))
@@ -177,9 +178,9 @@ def test_half_written_trainer_checkpoint_is_not_resumed_from(tmp_path: Path) -> 
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
-    assert training.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     assert len(list(tmp_path.iterdir())) == 3
-    training.last_checkpoint(tmp_path, clean=True)
+    last_checkpoint(tmp_path, clean=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 DOCS = (REPO / "docs" / "training.md").read_text(encoding="utf-8")
-SPACES = "reward|rollout|route|controller|expert|sampling|time|loss|speed"
+SPACES = "reward|rollout|route|controller|expert|sampling|sync|time|loss|speed"
 NAME = re.compile(rf"\"((?:{SPACES})/[\w/]+)\"")
 SUMS = {"sampling/count", "sampling/gap"}  # become sampling/logp_difference before they are logged
 

@@ -1,0 +1,146 @@
+"""Checkpoints of a training stage: the trainer's own to resume from, and the controller's.
+
+    run/trainer/checkpoint-N   the trainer's own state, for resuming
+    run/checkpoint             the result: weights, tokenizer, rivet.json
+    run/adapter                the same as a LoRA adapter, where one was trained
+
+A trainer's checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole;
+one that a kill cut short is passed over. The result has an adapter merged into it, except where
+the weights are spread over processes (FSDP, ZeRO-3): there it is the adapter, which everything
+that loads a checkpoint merges.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from rivet.checkpoints import is_adapter, load_model, merge_adapter
+from rivet.files import atomic_folder, remove
+from rivet.runs import RunDir
+from rivet.settings import ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+TRAINER = "trainer"
+ADAPTER = "adapter"
+
+
+def load_controller(folder: str, args: TrainingArguments) -> PreTrainedModel:
+    """The model that training starts from; an adapter is merged into its base.
+
+    Args:
+        folder: Checkpoint folder.
+        args: TRL's; `model_init_kwargs` reach the model, float32 unless they say otherwise.
+    """
+    given = getattr(args, "model_init_kwargs", None)
+    arguments = {"dtype": "float32", **(given if isinstance(given, dict) else {})}
+    if is_adapter(Path(folder)):
+        return load_model(Path(folder), dtype=arguments["dtype"])
+    return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+def save_controller(
+    run: RunDir,
+    target: Path,
+    trainer: Trainer,
+    tokenizer: ProtocolTokenizer,
+    settings: ProtocolSettings,
+) -> None:
+    """Write weights, tokenizer and `rivet.json`, whole or not at all. Every process calls it.
+
+    Args:
+        run: The run; only its writer writes.
+        target: The checkpoint folder; a trained adapter goes beside it.
+        trainer: Holds the model, whose adapter is merged by this.
+        tokenizer: Saved with the weights.
+        settings: Saved with the weights.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    state = None
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not run.is_writer:
+        return
+
+    def write(folder: Path) -> None:
+        with atomic_folder(folder) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.hf.save_pretrained(temporary)
+            settings.save(temporary)
+
+    if hasattr(model, "merge_and_unload"):
+        write(target.parent / ADAPTER)
+        if state is None:
+            model = merge_adapter(model)
+    write(target)
+
+
+class WorldSizeError(RuntimeError):
+    """A run is resumed with another number of processes than it began with."""
+
+
+def resume_point(run: RunDir, world_size: int) -> str | None:
+    """Where training goes on, the same for every process; None at its beginning.
+
+    The writer removes what a kill left half-written and the metrics of steps that will be done
+    again. Every process calls this, after `RunDir.open` and before it reads from the folder.
+
+    Args:
+        run: The opened run.
+        world_size: Processes of this run.
+
+    Raises:
+        WorldSizeError: The checkpoint is one of a run with another number of processes.
+    """
+    found: list[str | None] = [None]
+    if run.is_writer:
+        found = [last_checkpoint(run.path / TRAINER, clean=True)]
+        run.trim_metrics(0 if found[0] is None else state_of(Path(found[0]))["global_step"])
+    broadcast_object_list(found)
+    checkpoint = found[0]
+    if checkpoint is not None:
+        # The trainer keeps the state of each process's random generator.
+        before = len(list(Path(checkpoint).glob("rng_state*.pth")))
+        if before != world_size:
+            raise WorldSizeError(
+                f"{checkpoint}: saved by {before} processes, this run has {world_size}; a resumed "
+                "run would not equal an undisturbed one: start as many, or take another "
+                "output_dir"
+            )
+        logger.info("resuming from %s", checkpoint)
+    return checkpoint
+
+
+def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
+    """The trainer's last whole checkpoint, None if there is none.
+
+    Args:
+        folder: The trainer's output folder.
+        clean: Remove what a kill left half-written.
+    """
+    found: list[tuple[int, str]] = []
+    for path in folder.glob("checkpoint-*"):
+        if state := state_of(path):
+            found.append((state["global_step"], str(path)))
+        elif clean:
+            logger.warning("%s: not whole, left by an interrupted save; removed", path)
+            remove(path)
+    return max(found)[1] if found else None
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint, empty if the checkpoint is not whole."""
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    is_whole = isinstance(state, dict) and checkpoint.name == f"checkpoint-{state['global_step']}"
+    return state if is_whole else {}

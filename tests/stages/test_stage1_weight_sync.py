@@ -1,0 +1,185 @@
+"""Weights reach the servers before each step, and servers that do not have them stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import FakeVLLM
+from peft import PeftModel
+from stage1_world import ScriptedSource, build_config, build_model, build_tokenizer, build_trainer
+
+from rivet.config import ConfigError, load_config
+from rivet.rewards import CostTerm
+from rivet.rollout.vllm_server import RequestRefusedError
+from rivet.settings import ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from stages.stage1.config import Stage1Config
+from stages.stage1.sampling import EngineSource, engine_source
+from stages.stage1.trainer import Stage1Trainer
+from stages.stage1.weight_sync import AdapterSender, WeightSync, WeightSyncError, score
+
+LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
+CANARY = [[2, 5, 9, 30, 31, 7], [2, 8, 8]]
+
+
+class AdapterServer(FakeVLLM):
+    """Scores with the base model and the adapter that a request names, as vLLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = self._score
+        self.asked: list[str] = []
+
+    def _score(self, model: str, ids: list[int]) -> list[float]:
+        self.asked.append(model)
+        adapted = PeftModel.from_pretrained(build_model(), self.adapters[model])
+        return score(adapted, ids, "cpu").tolist()
+
+
+@contextmanager
+def serving(*servers: FakeVLLM) -> Iterator[EngineSource]:
+    """Servers and a source over them, all in the source's own event loop."""
+    import asyncio
+    import threading
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def call(coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    plain = build_tokenizer()
+    plain.chat_template = "{{ messages[0].content }}"
+    tokenizer = ProtocolTokenizer(plain)
+    try:
+        for server in servers:
+            call(server.start())
+        with engine_source(
+            build_model(),
+            tokenizer,
+            ProtocolSettings("bare", ""),
+            [],
+            batch_size=8,
+            temperature=1.0,
+            seed=0,
+            cost=CostTerm(),
+            vllm_urls=[server.url for server in servers],
+        ) as source:
+            yield source
+    finally:
+        for server in servers:
+            call(server.kill())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def trained(
+    folder: Path, source: EngineSource, *, canary: Sequence[Sequence[int]] = CANARY, **changes: Any
+) -> Stage1Trainer:
+    trainer = build_trainer(
+        folder,
+        source=ScriptedSource(),
+        max_steps=3,
+        save_strategy="no",
+        learning_rate=0.5,
+        **LORA,
+        **changes,
+    )
+    WeightSync(source, AdapterSender(source, folder / "vllm"), canary).attach(trainer)
+    trainer.train()
+    return trainer
+
+
+def test_every_step_has_its_version_on_every_server_and_the_canary_agrees(tmp_path: Path) -> None:
+    one, two = AdapterServer(), AdapterServer()
+    with serving(one, two) as source:
+        trainer = trained(tmp_path, source)
+    for server in (one, two):
+        versions = list(dict.fromkeys(server.asked))
+        assert [v.rsplit("-", 1)[1] for v in versions] == ["00001", "00002", "00003"]
+        assert server.unloaded == versions[:-1] and list(server.adapters) == versions[-1:]
+    logged = [line for line in trainer.state.log_history if "sync/canary_error" in line]
+    assert len(logged) == 3
+    assert max(line["sync/canary_largest"] for line in logged) < 1e-4
+    assert [path.name for path in (tmp_path / "vllm").iterdir()] == ["step-00003"]
+
+
+def test_a_server_that_says_yes_and_keeps_old_weights_stops_the_run(tmp_path: Path) -> None:
+    class Stale(AdapterServer):
+        def _score(self, model: str, ids: list[int]) -> list[float]:
+            self.asked.append(model)
+            return score(build_model(), ids, "cpu").tolist()
+
+    fresh, stale = AdapterServer(), Stale()
+    with serving(fresh, stale) as source:
+        # The adapter of step 1 is the identity: there is nothing to see yet.
+        with pytest.raises(WeightSyncError, match=f"step 2: .*{stale.url} differs") as caught:
+            trained(tmp_path, source)
+    assert "expected at most 0.001" in str(caught.value)
+
+
+def test_a_score_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    server = AdapterServer()
+    server.scores = lambda model, ids: [float("nan")] * (len(ids) - 1)
+    with serving(server) as source, pytest.raises(WeightSyncError, match="step 1"):
+        trained(tmp_path, source)
+
+
+def test_a_server_without_adapters_is_named_before_anything_is_sampled(tmp_path: Path) -> None:
+    class Plain(AdapterServer):
+        async def _reply(self, path: str, body: dict[str, Any]) -> Any:
+            if path == "/v1/load_lora_adapter":
+                return 404, {"error": {"message": "Not Found"}}
+            return await super()._reply(path, body)
+
+    with serving(Plain()) as source:
+        with pytest.raises(RequestRefusedError, match="404: Not Found.*--enable-lora"):
+            trained(tmp_path, source)
+
+
+def test_scores_are_log_probabilities_and_leave_the_model_as_it_was() -> None:
+    model = build_model().train()
+    ids = [2, 5, 9, 30]
+    got = score(model, ids, "cpu")
+    with torch.no_grad():
+        logps = model.eval()(torch.tensor([ids])).logits.log_softmax(-1)[0]
+    assert got.tolist() == pytest.approx([logps[n, ids[n + 1]].item() for n in range(3)], abs=1e-6)
+    model.train()
+    score(model, ids, "cpu")
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vllm_urls": ["http://x"]}, "vllm_urls is set, but backend is local"),
+        ({"backend": "vllm"}, "expected use_peft: true"),
+        ({"backend": "vllm", **LORA, "vllm_urls": ["http://x"], "vllm_args": ["-x"]}, "together"),
+        ({"backend": "vllm", **LORA, "canary_tolerance": 0.0}, "canary_tolerance is 0.0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(tmp_path, **changes)
+
+
+def test_a_recipe_names_the_backend_and_its_servers(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: m\noutput_dir: o\nuse_cpu: true\nnum_generations: 4\nuse_peft: true\n"
+        "per_device_train_batch_size: 4\nbackend: vllm\nvllm_urls: ['http://127.0.0.1:8000']\n"
+    )
+    config = load_config(Stage1Config, recipe)
+    assert (config.backend, config.vllm_urls) == ("vllm", ["http://127.0.0.1:8000"])
+    recipe.write_text(recipe.read_text().replace("backend: vllm", "backend: vlm"))
+    with pytest.raises(ConfigError, match="backend"):
+        load_config(Stage1Config, recipe)
