@@ -22,16 +22,28 @@ from collections.abc import Sequence
 # Command -> (module with `main(argv) -> int`, one line for `rivet --help`), in the usual order.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("stages.demo", "run the whole method on the mini-world, end to end"),
+    "problems": ("stages.problems", "make a file of training problems, decontaminated"),
     "warmstart": ("stages.warmstart", "teach a controller the protocol from scripted dialogues"),
     "stage1": ("stages.stage1.main", "Stage I: expert-augmented RL"),
     "collect": ("stages.collect", "sample trajectories with experts into a store"),
+    "solutions": ("stages.solutions", "ask the experts for whole solutions, for a baseline"),
     "stage2": ("stages.stage2.main", "Stage II: internalize verified trajectories"),
     "eval": ("stages.evaluate", "measure a checkpoint with or without experts"),
+    "benchmarks": ("eval.list_benchmarks", "list the benchmarks, fetch them, write them as JSONL"),
+    "contamination": ("eval.contamination", "find evaluation problems in a training set"),
+    "import-gguf": ("stages.import_gguf", "save the model in a GGUF file as a checkpoint"),
+    "regrade": ("eval.regrade", "grade the samples of an evaluation again, under other rules"),
     "compare": ("eval.compare", "say whether two evaluations differ, problem by problem"),
     "report": ("eval.report", "write the report of a run, with plots and trajectories"),
     "export": ("stages.export", "package a checkpoint with its card, and verify it"),
     "solve": ("stages.solve", "answer one problem with a checkpoint, without experts"),
+    "serve": ("stages.serve", "serve a checkpoint: OpenAI's chat API and a web page"),
+    "plan": ("stages.plan", "say what a recipe will need: memory, tokens, calls, USD, hours"),
     "study": ("stages.study", "repeat the method over seeds and settings"),
+    "latent": ("stages.latent.main", "latent collaboration: learn to use experts' hidden states"),
+    "latent-study": ("stages.latent.study", "every arm of latent collaboration over seeds"),
+    "vllm": ("stages.vllm", "serve a checkpoint with vLLM for sampling"),
+    "doctor": ("stages.doctor", "say what this machine has and lacks, and how to get it"),
     "experts": ("stages.experts", "serve the scripted experts, or check an experts file"),
 }
 OUR_PACKAGES = ("rivet", "stages", "eval", "data", "sandbox")

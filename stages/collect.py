@@ -16,20 +16,25 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.miniworld.tasks import build_split
 from data.problems import Problem
-from eval.generate import sample
+from eval.generate import SampleSpec, sample
 from eval.grade import load_gradable
+from eval.ray_shards import listed_experts, open_actors
+from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import open_runtime
+from rivet.checkpoints import check_checkpoint
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
+from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
 from rivet.rollout.backend import SamplingParams
+from rivet.rollout.backend_settings import MAY_CHANGE, BackendSettings
 from rivet.runs import RunDir
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Mode, Trajectory
@@ -39,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 STORE = "trajectories"
 # Settings that change how a run goes on, but no row of it.
-_NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate")
+_NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate", "ray", *MAY_CHANGE)
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -47,7 +52,7 @@ def _setting(default: Any, text: str) -> Any:
 
 
 @dataclass
-class CollectConfig:
+class CollectConfig(BackendSettings):
     """Settings of a collection."""
 
     model: str = _setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
@@ -77,6 +82,11 @@ class CollectConfig:
     max_fault_rate: float = _setting(
         0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
     )
+    ray: int = _setting(
+        0,
+        "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
+        "process alone.",
+    )
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -98,6 +108,22 @@ class CollectConfig:
             )
         if not 0 <= self.max_fault_rate <= 1:
             raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
+        if self.ray < 0:
+            raise ValueError(f"ray is {self.ray}; expected a number of actors, or 0")
+        self.check_backend()
+
+    def how(self) -> SampleSpec:
+        """How rows are sampled."""
+        return SampleSpec(
+            self.mode,
+            SamplingParams(temperature=self.temperature),
+            samples_per_problem=self.samples_per_problem,
+            seed=self.seed,
+            shard_size=self.shard_size,
+            concurrency=self.batch_size,
+            max_attempts=self.max_attempts,
+            max_fault_rate=self.max_fault_rate,
+        )
 
 
 def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
@@ -112,6 +138,7 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
 
     Raises:
         eval.generate.FaultRateError: Infrastructure faults above `max_fault_rate`.
+        rivet.interrupt.Interrupted: The budget for experts is spent; finished rows are kept.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     problems = read_problems(config)
@@ -125,7 +152,11 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
         may_change=_NO_RESULT,
     ) as folder:
         store = TrajectoryStore(folder.path / STORE)
-        trajectories = asyncio.run(_collect(config, experts, problems, store))
+        with stop_at_budget():
+            if config.ray:
+                trajectories = _share_out(config, experts, problems, store, folder.path)
+            else:
+                trajectories = asyncio.run(_collect(config, experts, problems, store, folder.path))
         results = summary(trajectories)
         logger.info("collected %s", ", ".join(f"{k} {v}" for k, v in results.items()))
         folder.finish(results)
@@ -158,6 +189,7 @@ async def _collect(
     experts: Experts | None,
     problems: Sequence[Problem],
     store: TrajectoryStore,
+    run_dir: Path,
 ) -> list[Trajectory]:
     async with AsyncExitStack() as stack:
         asked = experts if config.mode == "experts" else None
@@ -170,6 +202,8 @@ async def _collect(
                 experts=asked,
                 max_completion_length=config.max_completion_length,
                 max_batch=config.batch_size,
+                sampler=config,
+                run_dir=run_dir,
             )
         )
         return await sample(
@@ -177,18 +211,36 @@ async def _collect(
             runtime.grader,
             problems,
             prompts=runtime.prompts,
-            mode=config.mode,
-            sampling=SamplingParams(temperature=config.temperature),
             store=store,
-            samples_per_problem=config.samples_per_problem,
-            seed=config.seed,
-            shard_size=config.shard_size,
-            concurrency=config.batch_size,
-            max_attempts=config.max_attempts,
-            max_fault_rate=config.max_fault_rate,
             settings=runtime.describe(config.mode),
             progress="collecting",
+            **config.how().arguments(),
         )
+
+
+def _share_out(
+    config: CollectConfig,
+    experts: Experts | None,
+    problems: Sequence[Problem],
+    store: TrajectoryStore,
+    run_dir: Path,
+) -> list[Trajectory]:
+    """The same rows from Ray actors."""
+    with ExitStack() as stack:
+        listed = None
+        if config.mode == "experts":
+            pool = experts or stack.enter_context(open_experts(config.experts))
+            listed = listed_experts(pool)
+        spec = RuntimeSpec(
+            check_checkpoint(config.model),
+            experts=listed,
+            max_completion_length=config.max_completion_length,
+            max_batch=config.batch_size,
+            sampler=backend_settings(config),
+            run_dir=run_dir.absolute(),
+        )
+        actors = stack.enter_context(open_actors(spec, config.ray))
+        return actors.sample(problems, config.how(), store=store, progress="collecting")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rivet.config import parse_config, to_plain
+from rivet.config import parse_config
+from rivet.config_help import to_plain
 from rivet.files import atomic_write_json
 from rivet.runs import RunDir, RunFinishedError
 from stages.pipeline import (
@@ -198,7 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-") and "--config" not in arguments:
         arguments = [str(RECIPE), *arguments]
     config = parse_config(
-        DemoConfig, arguments, prog="rivet demo", description=__doc__.splitlines()[0]
+        DemoConfig,
+        arguments,
+        prog="rivet demo",
+        description=__doc__.splitlines()[0],
+        check=check_overrides,
     ).config
     folder = Path(config.output_dir)
     try:

@@ -1,10 +1,12 @@
 """Export: a checkpoint becomes a folder that anyone can load, verified before it gets its name.
 
-    rivet export CHECKPOINT --output_dir exports/mine [--results runs/demo/results.json]
+    rivet export CHECKPOINT --to exports/mine [--results runs/demo/results.json]
+    rivet export exports/mine --push user/name
 
-Written: merged safetensors (a PEFT adapter is merged in float32), tokenizer with its chat template,
-generation config with every stop id, `rivet.json`, a model card with measured results, the licence.
-A fresh process then loads the folder with plain transformers and must give the same logits.
+Written: merged safetensors (a PEFT adapter is merged in float32), tokenizer with a chat template
+that asks as rivet does, generation config with every stop id, `rivet.json`, a model card with
+measured results, the licence. A fresh process then loads the folder with plain transformers and
+must give the same logits and the same greedy trajectories.
 """
 
 from __future__ import annotations
@@ -12,40 +14,43 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import subprocess
+import re
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rivet.checkpoints import Dtype, find_checkpoint, load_model, load_tokenizer
+from rivet.checkpoints import (
+    CheckpointError,
+    Dtype,
+    check_weights,
+    find_checkpoint,
+    is_adapter,
+    load_model,
+    load_tokenizer,
+)
 from rivet.config import ConfigError, parse_config
-from rivet.files import atomic_folder, recover_folder
+from rivet.files import atomic_folder, recover_folder, remove
 from rivet.settings import FILE_NAME, ProtocolSettings
+from stages.export_files import write_adapter, write_licence, write_model
+from stages.export_licences import Licences, find_licences
+from stages.export_push import check_repo_id, describe_push, push
+from stages.export_verify import ExportError, verify
 from stages.measurements import ResultRow, check_measured_on, read_results
 from stages.model_card import ModelFacts, TrainingRun, write_card
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
-    from rivet.tokenization import ProtocolTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Asked when logits are compared. Any text would do; these reach digits, words and notation.
-PROBES = (
-    "What is the greatest common divisor of 84 and 36?",
-    "Solve 3*x + 7 = 22 for x.",
-    "Let $a_n = 2^n - 1$. Find $\\sum_{n=1}^{5} a_n$.",
-)
-
-
-class ExportError(RuntimeError):
-    """The target is taken, or the export is not what the checkpoint was."""
+_SHARD_SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class ExportConfig:
         metadata={"help": "Checkpoint folder, or a run folder that holds one as checkpoint/."}
     )
     output_dir: str = field(
-        default="exports/controller", metadata={"help": "Folder to write; it must not exist."}
+        default="exports/controller",
+        metadata={"help": "Folder to write, also --to; it must not exist."},
     )
     name: str = field(
         default="", metadata={"help": "Name of the model on its card; empty: the folder's name."}
@@ -64,8 +70,18 @@ class ExportConfig:
     base_model: str = field(
         default="",
         metadata={
-            "help": "Model that an adapter belongs to, a folder or a Hub name; empty: what the "
-            "adapter names. For a full checkpoint it is only named on the card."
+            "help": "Model that was trained on from, a folder or a Hub name; empty: what an "
+            "adapter names, and none for whole weights (trained from scratch)."
+        },
+    )
+    base_license: str = field(
+        default="",
+        metadata={"help": "Licence of the base model; empty: as its card says."},
+    )
+    adapter_only: bool = field(
+        default=False,
+        metadata={
+            "help": "Export the LoRA adapter (of the checkpoint, or of its run) without its base."
         },
     )
     dtype: Dtype = field(
@@ -97,28 +113,112 @@ class ExportConfig:
         metadata={"help": "Run folders of the training, oldest first, summarised on the card."},
     )
     license: str = field(
-        default="apache-2.0", metadata={"help": "Licence of the weights, as the Hub names it."}
+        default="",
+        metadata={
+            "help": "Licence of the weights, as the Hub names it; empty: that of the base model, "
+            "apache-2.0 without one."
+        },
     )
+    data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Data sets of the training with their licences, as `NAME: LICENCE`."},
+    )
+    verify_problems: int = field(
+        default=20,
+        metadata={"help": "Problems whose greedy attempts are compared after loading; 0: none."},
+    )
+    verify_tokens: int = field(
+        default=256, metadata={"help": "Tokens of each of these attempts, at least 1."}
+    )
+    push: str = field(
+        default="",
+        metadata={
+            "help": "Hub repository, user/name, that the export is uploaded to. With --dry-run "
+            "the files are listed instead. If CHECKPOINT is an export, it goes as it is."
+        },
+    )
+    private: bool = field(default=False, metadata={"help": "Make a new Hub repository private."})
     overwrite: bool = field(
         default=False, metadata={"help": "Replace an earlier export of the same name."}
     )
 
     def __post_init__(self) -> None:
+        faults = []
         if not self.tolerance > 0:
-            raise ConfigError([f"tolerance: got {self.tolerance}, expected a number above 0"])
+            faults.append(f"tolerance: got {self.tolerance}, expected a number above 0")
+        if self.verify_problems < 0:
+            faults.append(f"verify_problems: got {self.verify_problems}, expected at least 0")
+        if self.verify_tokens < 1:
+            faults.append(f"verify_tokens: got {self.verify_tokens}, expected at least 1")
+        if not _SHARD_SIZE.fullmatch(self.max_shard_size):
+            faults.append(
+                f"max_shard_size: got {self.max_shard_size!r}, expected a size such as 5GB or 500MB"
+            )
+        if faults:
+            raise ConfigError(faults)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rivet export`."""
+    arguments = [
+        "--output_dir" if a == "--to" else a for a in (sys.argv[1:] if argv is None else argv)
+    ]
+    is_dry = "--dry-run" in arguments and any(a.partition("=")[0] == "--push" for a in arguments)
+    if is_dry:  # besides the settings, say what would be uploaded
+        arguments.remove("--dry-run")
     parsed = parse_config(
         ExportConfig,
-        argv,
+        arguments,
         prog="rivet export",
         description="Package a checkpoint: weights, tokenizer, settings, card; then verify it.",
         positional=("checkpoint",),
     )
-    print(run(parsed.config))
+    config = parsed.config
+    if config.push:
+        check_repo_id(config.push)
+    is_made = _is_export(Path(config.checkpoint)) and "output_dir" not in parsed.given
+    folder = Path(config.checkpoint if is_made else config.output_dir)
+    if is_dry:
+        print(_describe(folder, config))
+        return 0
+    if not (is_made and config.push):
+        with _terminable():
+            folder = run(config)
+    print(folder)
+    if config.push:
+        check_weights(folder)
+        print(push(folder, config.push, private=config.private))
     return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the body as Ctrl-C does, so that nothing half-written stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _describe(folder: Path, config: ExportConfig) -> str:
+    if _is_export(folder):
+        return describe_push(folder, config.push, private=config.private)
+    return (
+        f"{folder}: no export yet; without --dry-run it is made and uploaded to {config.push}, "
+        f"at most {config.max_shard_size} a weight file"
+    )
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / FILE_NAME).is_file() and (folder / "README.md").is_file()
 
 
 def run(config: ExportConfig) -> Path:
@@ -129,38 +229,149 @@ def run(config: ExportConfig) -> Path:
 
     Raises:
         CheckpointError: The folder is no checkpoint, or a broken one.
+        LicenceError: The licence of the base model is not known.
         ResultsError: A results file is broken, or was measured on other weights.
-        ExportError: The target is taken, or the export does not reproduce the logits.
+        ExportError: The target is taken or cannot be written, or the export does not reproduce
+            the original.
         SettingsError: Its `rivet.json` is missing or of another version.
     """
+    from rivet.latent.policy import is_latent
+
     source = find_checkpoint(config.checkpoint)
     target = Path(config.output_dir)
+    _check_writable(target)
     recover_folder(target)
+    _remove_leftovers(target)
     _check_target(target, config.overwrite)
+    if is_latent(source):
+        from stages.latent.export import export_latent
+
+        name = config.name or target.name
+        return export_latent(source, target, name=name, tolerance=config.tolerance)
     settings = ProtocolSettings.load(source)
     results = _results(config, source)
     runs = [TrainingRun.load(folder) for folder in _run_folders(config, source)]
-    logger.info("loading %s", source)
+    weights = _adapter_of(source) if config.adapter_only else source
+    licences = find_licences(
+        base_model=config.base_model or _base_of(weights),
+        base_license=config.base_license,
+        weights=config.license,
+        data=config.data,
+    )
+    logger.info("loading %s", weights)
     tokenizer = load_tokenizer(source)
-    model = load_model(source, dtype=config.dtype, base_model=config.base_model)
+    model = _load(weights, config)
     with atomic_folder(target) as folder:
-        _write_model(model, tokenizer, settings, folder, config)
-        facts = ModelFacts(
-            name=config.name or target.name,
-            parameters=sum(p.numel() for p in model.parameters()),
-            architecture=type(model).__name__,
-            dtype=str(model.dtype).removeprefix("torch."),
-            license=config.license,
-            base_model=config.base_model or None,
-        )
-        write_card(folder, facts, settings, results, runs)
+        if config.adapter_only:
+            write_adapter(weights, licences.base_model or "", tokenizer, settings, folder)
+        else:
+            write_model(model, tokenizer, settings, folder, max_shard_size=config.max_shard_size)
+        write_licence(licences.weights, folder)
+        write_card(folder, _facts(model, target, config, licences), settings, results, runs)
         logger.info("verifying the export in a fresh process")
-        difference = _verify(model, tokenizer, settings, folder, config.tolerance)
-    logger.info("exported %s; logits differ by at most %.1g after loading", target, difference)
+        difference = verify(
+            model,
+            tokenizer,
+            settings,
+            folder,
+            tolerance=config.tolerance,
+            problems=config.verify_problems,
+            max_tokens=config.verify_tokens,
+        )
+    logger.info(
+        "exported %s; after loading, logits differ by at most %.1g and %d greedy attempts are the "
+        "same",
+        target,
+        difference,
+        config.verify_problems,
+    )
     return target
 
 
+def _facts(
+    model: PreTrainedModel, target: Path, config: ExportConfig, licences: Licences
+) -> ModelFacts:
+    return ModelFacts(
+        name=config.name or target.name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        architecture=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        licences=licences,
+        repo_id=config.push,
+        is_adapter=config.adapter_only,
+    )
+
+
 # --- what is read -------------------------------------------------------------------------------
+
+
+def _check_writable(target: Path) -> None:
+    """Find out before the work, not after it."""
+    there = target.absolute().parent
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ExportError(
+            f"{target}: cannot be written ({error.strerror}: {there}); choose another --to, or "
+            "ask for the right to write there"
+        ) from error
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed exports to this target left beside it, under hidden names."""
+    if not target.parent.is_dir():
+        return
+    name = re.compile(rf"\.{re.escape(target.name)}\.(?:tmp|old)-(\d+)")
+    for path in list(target.parent.iterdir()):
+        found = name.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            logger.info("removing %s, which a killed export left", path)
+            remove(path)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _load(weights: Path, config: ExportConfig) -> PreTrainedModel:
+    """The model as the export will hold it: merged, or with its adapter apart."""
+    if not config.adapter_only:
+        return load_model(weights, dtype=config.dtype, base_model=config.base_model)
+    from transformers import AutoModelForCausalLM
+
+    check_weights(weights)
+    try:
+        return AutoModelForCausalLM.from_pretrained(weights, dtype="auto").eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{weights}: cannot be loaded with its base: {error}") from error
+
+
+def _adapter_of(source: Path) -> Path:
+    """The adapter that a checkpoint is, or that its run keeps beside the merged weights."""
+    for folder in (source, source.parent / "adapter"):
+        if is_adapter(folder):
+            return folder
+    raise ExportError(
+        f"{source}: no LoRA adapter here or in {source.parent / 'adapter'}; leave adapter_only out "
+        "to export whole weights"
+    )
+
+
+def _base_of(weights: Path) -> str:
+    """The model that an adapter names; empty for whole weights."""
+    if not is_adapter(weights):
+        return ""
+    config = json.loads((weights / "adapter_config.json").read_text(encoding="utf-8"))
+    return str(config.get("base_model_name_or_path") or "")
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -192,112 +403,6 @@ def _run_folders(config: ExportConfig, source: Path) -> list[Path]:
         if source.parent.resolve() not in [folder.resolve() for folder in folders]:
             folders.append(source.parent)
     return folders
-
-
-# --- what is written ----------------------------------------------------------------------------
-
-
-def _write_model(
-    model: PreTrainedModel,
-    tokenizer: ProtocolTokenizer,
-    settings: ProtocolSettings,
-    folder: Path,
-    config: ExportConfig,
-) -> None:
-    from transformers import GenerationConfig
-
-    known = model.generation_config.eos_token_id if model.generation_config else None
-    stops = {*tokenizer.eos_ids, *([known] if isinstance(known, int) else known or [])}
-    pad = tokenizer.hf.pad_token_id
-    # A fresh one: sampling settings of the base model are not what this model was measured with.
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.hf.bos_token_id,
-        eos_token_id=sorted(stops),
-        pad_token_id=tokenizer.eos_id if pad is None else pad,
-        do_sample=False,
-        max_new_tokens=settings.limits.max_completion_length,
-    )
-    model.save_pretrained(folder, max_shard_size=config.max_shard_size)
-    tokenizer.hf.save_pretrained(folder)
-    settings.save(folder)
-    if config.license == "apache-2.0" and (text := _apache_text()) is not None:
-        shutil.copyfile(text, folder / "LICENSE")
-
-
-def _apache_text() -> Path | None:
-    """Our own licence file, in a checkout or in an installed copy."""
-    from importlib import metadata
-
-    here = Path(__file__).resolve().parents[1] / "LICENSE"
-    if here.is_file():
-        return here
-    try:
-        files = metadata.files("rivet") or []
-    except metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(f.locate())) for f in files if f.name == "LICENSE"]
-    return found[0] if found else None
-
-
-def _verify(
-    model: PreTrainedModel,
-    tokenizer: ProtocolTokenizer,
-    settings: ProtocolSettings,
-    folder: Path,
-    tolerance: float,
-) -> float:
-    """Largest logit difference between this model and the export as a fresh process loads it.
-
-    Raises:
-        ExportError: It is above the tolerance, or the export cannot be loaded.
-    """
-    from safetensors.torch import save_file
-
-    with tempfile.TemporaryDirectory() as scratch:
-        reference = Path(scratch) / "reference.safetensors"
-        save_file(_reference(model, tokenizer, settings), reference)
-        done = subprocess.run(
-            [sys.executable, "-m", "stages.export_check", str(folder.resolve()), str(reference)],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).resolve().parents[1],
-            # The export must be complete in itself.
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"},
-        )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ExportError(f"{folder}: a fresh process cannot use the export: {last}")
-    report = json.loads(done.stdout.strip().splitlines()[-1])
-    if report["tokens_differ"]:
-        raise ExportError(f"{folder}: its tokenizer reads the probes otherwise than the original")
-    if not report["max_difference"] <= tolerance:
-        raise ExportError(
-            f"{folder}: logits differ by {report['max_difference']:.3g} after loading, expected "
-            f"at most {tolerance:.3g}; nothing was exported"
-        )
-    return report["max_difference"]
-
-
-def _reference(
-    model: PreTrainedModel, tokenizer: ProtocolTokenizer, settings: ProtocolSettings
-) -> dict[str, torch.Tensor]:
-    """Prompt ids, logits of shape (T, V) and plain encodings of each probe."""
-    import torch
-
-    from rivet.prompts import PromptBuilder
-
-    prompts = PromptBuilder(tokenizer, settings)
-    tensors = {}
-    for n, probe in enumerate(PROBES):
-        ids = torch.tensor(prompts.build(probe, "local"))
-        tensors[f"ids.{n}"] = ids
-        tensors[f"text.{n}"] = torch.tensor(list(probe.encode()))
-        tensors[f"text_ids.{n}"] = torch.tensor(
-            tokenizer.hf(probe, add_special_tokens=False).input_ids
-        )
-        with torch.inference_mode():
-            tensors[f"logits.{n}"] = model(ids[None]).logits[0].float().contiguous()
-    return tensors
 
 
 if __name__ == "__main__":

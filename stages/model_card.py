@@ -6,6 +6,7 @@ into the card's `model-index`, which `huggingface_hub` parses as `EvalResult`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from rivet.runs import RunDir, RunDirError
 from rivet.settings import ProtocolSettings
+from stages.export_licences import Licences
 from stages.measurements import ResultRow
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,14 @@ class ModelFacts:
     parameters: int
     architecture: str
     dtype: str
-    license: str
-    base_model: str | None = None
+    licences: Licences
+    repo_id: str = ""
+    is_adapter: bool = False
+
+    @property
+    def place(self) -> str:
+        """What a user passes where a model is wanted."""
+        return self.repo_id or "PATH_TO_THIS_FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +89,13 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     expected = [_eval_result(row) for row in results]
+    base = facts.licences.base_model or ""
     data = ModelCardData(
-        license=facts.license,
-        library_name="transformers",
+        license=facts.licences.weights,
+        library_name="peft" if facts.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        base_model=facts.base_model,
+        base_model=base if _HUB_NAME.fullmatch(base) else None,  # a path means nothing elsewhere
+        datasets=[name for name, _ in facts.licences.data if _HUB_NAME.fullmatch(name)] or None,
         tags=["rivet", "math", "tool-use", "expert-distillation"],
         model_name=facts.name if expected else None,
         eval_results=expected or None,
@@ -93,11 +105,11 @@ def write_card(
         [
             f"# {facts.name}",
             _what_it_is(facts, settings),
-            _how_to_run(settings),
+            _how_to_run(facts, settings),
             _results_section(results),
             _training_section(runs),
             _limits_section(bool(results)),
-            f"## Licence\n\n{facts.license}",
+            _licence_section(facts.licences),
         ]
     )
     path = folder / "README.md"
@@ -145,31 +157,72 @@ def _what_it_is(facts: ModelFacts, settings: ProtocolSettings) -> str:
     )
 
 
-def _how_to_run(settings: ProtocolSettings) -> str:
+def _how_to_run(facts: ModelFacts, settings: ProtocolSettings) -> str:
     prompt = (
         "The prompt is the problem alone, through the chat template."
         if settings.prompt == "bare"
-        else "The protocol is explained to it in a system message, which rivet writes."
+        else "The protocol is explained in a system message, which the chat template adds."
     )
-    tokens, programs = settings.limits.max_completion_length, settings.limits.max_code_runs
+    limits = settings.limits
+    place = facts.place
+    install = (
+        "\nThis is a LoRA adapter: its base model is loaded with it." if facts.is_adapter else ""
+    )
     return f"""## Run it
+{install}
+**With rivet**, which runs the programs in a sandbox:
 
 ```bash
-rivet solve PATH_TO_THIS_FOLDER "Find the GCD of 252, 198."
+rivet solve {place} "Find the GCD of 252, 198."
+rivet serve {place}        # OpenAI's chat API and a web page
 ```
 
 ```python
-from rivet.solver import Solver
+from rivet import Solver
 
-with Solver("PATH_TO_THIS_FOLDER") as solver:
+with Solver("{place}") as solver:
     print(solver.solve("Find the GCD of 252, 198.").answer)
 ```
 
-It loads with plain transformers too. {prompt} The completion is made of `<think>`, `<expert>`,
-`<reply>`, `<python>`, `<output>` and `<answer>` spans. Whoever samples from it must stop at
-`</python>`, run the code and append `<output>...</output>`; an `<output>` that the model writes
-itself is made up. `rivet.json` holds the limits of a trajectory: {tokens} tokens, {programs}
-programs."""
+**With transformers alone**, up to the first program:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = AutoModelForCausalLM.from_pretrained("{place}")
+prompt = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": "Find the GCD of 252, 198."}}],
+    add_generation_prompt=True, return_tensors="pt", return_dict=True,
+)
+ids = model.generate(**prompt, stop_strings=["</python>"], tokenizer=tokenizer)
+print(tokenizer.decode(ids[0, prompt.input_ids.shape[1]:]))
+```
+
+**With vLLM**, which rivet then asks for tokens:
+
+```bash
+rivet vllm {place} --port 8100          # vLLM with the settings that rivet needs
+rivet serve {place} --vllm http://127.0.0.1:8100
+```
+
+{prompt} The completion is made of `<think>`, `<expert>`, `<reply>`, `<python>`, `<output>` and
+`<answer>` spans. Whoever samples from it without rivet must stop at `</python>`, run the code in a
+sandbox and append `<output>...</output>`; an `<output>` that the model writes itself is made up.
+`rivet.json` holds the version of the protocol ({settings.protocol_version}) and the limits of a
+trajectory: {limits.max_completion_length} tokens, {limits.max_code_runs} programs."""
+
+
+def _licence_section(licences: Licences) -> str:
+    lines = ["## Licence", "", f"- these weights: {licences.weights}"]
+    if licences.base_model:
+        lines.append(f"- base model, {licences.base_model}: {licences.base}")
+    else:
+        lines.append("- base model: none, trained from scratch")
+    lines += [f"- data, {name}: {licence}" for name, licence in licences.data]
+    if not licences.data:
+        lines.append("- data: not stated when this was exported")
+    return "\n".join(lines)
 
 
 def _results_section(results: Sequence[ResultRow]) -> str:

@@ -51,6 +51,7 @@ class PipelineConfig:
     warmstart: dict[str, Any] = _overrides("the warm start")
     stage1: dict[str, Any] = _overrides("Stage I")
     collect: dict[str, Any] = _overrides("collection")
+    solutions: dict[str, Any] = _overrides("the experts' own solutions, for a baseline")
     stage2: dict[str, Any] = _overrides("Stage II")
     eval: dict[str, Any] = _overrides("evaluation")
 
@@ -69,7 +70,7 @@ class PipelineConfig:
         return RECIPES / f"{phase}_{self.size}.yaml"
 
 
-PHASES = ("warmstart", "stage1", "collect", "stage2", "eval")
+PHASES = ("warmstart", "stage1", "collect", "solutions", "stage2", "eval")
 
 
 def check_overrides(config: PipelineConfig) -> None:
@@ -80,11 +81,19 @@ def check_overrides(config: PipelineConfig) -> None:
     """
     from eval.main import EvalConfig
     from stages.collect import CollectConfig
+    from stages.solutions import SolutionsConfig
     from stages.stage1.config import Stage1Config
     from stages.stage2.config import Stage2Config
     from stages.warmstart import WarmstartConfig
 
-    classes = (WarmstartConfig, Stage1Config, CollectConfig, Stage2Config, EvalConfig)
+    classes = (
+        WarmstartConfig,
+        Stage1Config,
+        CollectConfig,
+        SolutionsConfig,
+        Stage2Config,
+        EvalConfig,
+    )
     faults: list[str] = []
     for phase, config_class in zip(PHASES, classes, strict=True):
         try:
@@ -139,6 +148,20 @@ class Pipeline:
             name,
             collect.CollectConfig,
             collect.run,
+            model=str(checkpoint),
+            experts=str(self.experts),
+            **overrides,
+        )
+
+    def solutions(self, checkpoint: Path, name: str = "solutions", **overrides: Any) -> Path:
+        """Ask the experts for whole solutions; gives the folder of trajectories."""
+        from stages import solutions
+
+        return self._run(
+            "solutions",
+            name,
+            solutions.SolutionsConfig,
+            solutions.run,
             model=str(checkpoint),
             experts=str(self.experts),
             **overrides,

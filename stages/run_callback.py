@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from accelerate.utils import reduce
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -49,6 +51,10 @@ class RunCallback(TrainerCallback):
         """Move the bar; save and stop where a signal asked for it."""
         if self._bar is not None:
             self._bar.update()
+        if args.world_size > 1:
+            # A signal may reach one process alone; they must stop at the same step.
+            flag = torch.tensor(int(self._stop.requested), device=args.device)
+            self._stop.requested = bool(reduce(flag, "sum"))
         if self._stop.requested:
             control.should_save = control.should_training_stop = True
 

@@ -15,17 +15,19 @@ where it was; an arm that fails is named in the results and takes none of the ot
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
 import statistics
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rivet.config import parse_config
+from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
 from stages.pipeline import Pipeline, PipelineConfig, check_overrides, write_experts_file
@@ -46,7 +48,8 @@ class StudyConfig(PipelineConfig):
         default_factory=dict,
         metadata={
             "help": "Name of each arm: {stage1: settings, stage2: [variants]}; without stage1 the "
-            "arm goes from the warm start to collection."
+            "arm goes from the warm start to collection. With `solutions: settings` Stage II "
+            "learns the experts' own solutions instead of what is collected."
         },
     )
     variants: dict[str, Any] = field(
@@ -64,12 +67,12 @@ class StudyConfig(PipelineConfig):
         if not self.arms:
             raise ValueError("arms is empty; expected at least one, as in study_mini.yaml")
         for name, arm in self.arms.items():
-            unknown = set(arm) - {"stage1", "stage2"}
+            unknown = set(arm) - {"stage1", "solutions", "stage2"}
             unknown |= set(arm.get("stage2", [])) - set(self.variants)
             if unknown:
                 raise ValueError(
-                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected the keys stage1 "
-                    f"and stage2, and variants among {', '.join(self.variants) or 'none'}"
+                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected stage1, "
+                    f"solutions and stage2, and variants among {', '.join(self.variants) or 'none'}"
                 )
 
 
@@ -84,7 +87,7 @@ def run(config: StudyConfig) -> dict[str, Any]:
     """
     from stages.experts import start_miniworld_experts
 
-    check_overrides(config)
+    check_arms(config)
     folder = Path(config.output_dir)
     with RunDir.open(
         folder, config, stage="study", overwrite=config.overwrite, may_change=("jobs",)
@@ -97,6 +100,29 @@ def run(config: StudyConfig) -> dict[str, Any]:
         if not results["failures"]:
             run_dir.finish({"rows": len(results["rows"])})
     return results
+
+
+def check_arms(config: StudyConfig) -> None:
+    """Check the settings of every phase, arm and variant before the first one starts.
+
+    Raises:
+        rivet.config.ConfigError: Any of them is wrong; all faults at once, each with its arm.
+    """
+    check_overrides(config)  # alone first: every arm would repeat what is wrong with the phases
+    layers = [
+        (f"arms: {name}", {p: arm[p] for p in ("stage1", "solutions") if p in arm})
+        for name, arm in config.arms.items()
+    ]
+    layers += [(f"variants: {name}", {"stage2": own}) for name, own in config.variants.items()]
+    faults: list[str] = []
+    for where, own in layers:
+        merged = {phase: getattr(config, phase) | settings for phase, settings in own.items()}
+        try:
+            check_overrides(dataclasses.replace(config, **merged))
+        except ConfigError as error:
+            faults += [f"{where}: {fault}" for fault in error.faults]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
@@ -143,6 +169,15 @@ def _quiet_worker() -> None:
 
     os.environ["TQDM_DISABLE"] = "1"
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_the_study, daemon=True).start()
+
+
+def _end_with_the_study() -> None:
+    """A worker would finish its arm although nobody waits for it; phases resume, so end at once."""
+    study = multiprocessing.parent_process()
+    assert study is not None
+    study.join()
+    os._exit(1)
 
 
 def run_unit(
@@ -155,6 +190,7 @@ def run_unit(
         warmstart=config.warmstart | _QUIET,
         stage1=config.stage1 | _QUIET,
         collect=config.collect,
+        solutions=config.solutions,
         stage2=config.stage2 | _QUIET,
         eval=config.eval,
     )
@@ -179,7 +215,10 @@ def _run_arm(
         expert_loss = choices["stage1"].get("expert_loss", "positive")
         rows += pipeline.evaluate(start, "stage1")
     if choices.get("stage2"):
-        trajectories = pipeline.collect(start)
+        if "solutions" in choices:
+            trajectories = pipeline.solutions(start, **choices["solutions"])
+        else:
+            trajectories = pipeline.collect(start)
         for variant in choices["stage2"]:
             name = f"stage2-{variant}"
             checkpoint = pipeline.stage2(start, trajectories, name, **config.variants[variant])
@@ -230,7 +269,11 @@ def _mean_and_seeds(rows: Sequence[dict[str, Any]], condition: str, name: str) -
 def main(argv: Sequence[str] | None = None) -> int:
     """`rivet study RECIPE.yaml [--name value ...]`; prints the table and where the results are."""
     config = parse_config(
-        StudyConfig, argv, prog="rivet study", description=(__doc__ or "").splitlines()[0]
+        StudyConfig,
+        argv,
+        prog="rivet study",
+        description=(__doc__ or "").splitlines()[0],
+        check=check_arms,
     ).config
     results = run(config)
     print(table(results["rows"]))

@@ -21,9 +21,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_corpus
 from data.miniworld.experts import EXPERTS
@@ -41,10 +40,12 @@ from rivet.settings import FILE_NAME as SETTINGS_FILE
 from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
+from stages.checkpointing import load_controller
 from stages.mini_controller import build_model, build_tokenizer
-from stages.stage2.config import WeightedSFTConfig, setting
+from stages.stage2.config import WeightedSFTConfig
 from stages.stage2.dataset import to_dataset
-from stages.stage2.training import model_arguments, train
+from stages.stage2.training import train
+from stages.training_settings import setting
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ def run(config: WarmstartConfig) -> Path:
             settings=settings,
             objective=config.objective(),
             dataset=dataset,
+            peft_config=config.peft(),
         )
         held_out = build_split("validation", config.gate_problems, config.seed)
         copied = copied_share(model, tokenizer, prompts, held_out)
@@ -241,9 +243,7 @@ def _start(
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in EXPERTS.values())
     if config.model:
         tokenizer = ProtocolTokenizer.from_pretrained(config.model)
-        pretrained: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, **model_arguments(config)
-        )
+        pretrained = load_controller(config.model, config)
         if (Path(config.model) / SETTINGS_FILE).is_file():
             return tokenizer, ProtocolSettings.load(config.model), pretrained
         return tokenizer, ProtocolSettings(experts=cards), pretrained

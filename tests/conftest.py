@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import (
     AddedToken,
@@ -77,3 +79,13 @@ def tokenizer(request: pytest.FixtureRequest) -> ProtocolTokenizer:
         )
     name = {"tags": "tag_tokenizer", "qwen": "qwen_tokenizer"}[request.param]
     return request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="session")
+def learnt_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, tag_tokenizer: ProtocolTokenizer
+) -> Path:
+    """A tiny checkpoint that answers `learnt.PROBLEMS`; tests must not change it."""
+    from learnt import save_learnt
+
+    return save_learnt(tmp_path_factory.mktemp("learnt") / "checkpoint", tag_tokenizer)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rivet.config import load_config, own_fields
+from rivet.config import load_config
+from rivet.config_help import own_fields
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("sandbox", "data", "rivet", "eval", "stages")
@@ -28,12 +29,16 @@ CONFIGS = {
     "warmstart": "stages.warmstart:WarmstartConfig",
     "stage1": "stages.stage1.config:Stage1Config",
     "collect": "stages.collect:CollectConfig",
+    "solutions": "stages.solutions:SolutionsConfig",
     "stage2": "stages.stage2.config:Stage2Config",
     "eval": "eval.main:EvalConfig",
     "export": "stages.export:ExportConfig",
     "solve": "stages.solve:SolveConfig",
+    "serve": "stages.serve:ServeConfig",
     "demo": "stages.demo:DemoConfig",
     "study": "stages.study:StudyConfig",
+    "latent": "stages.latent.config:LatentConfig",
+    "latent-study": "stages.latent.study:LatentStudyConfig",
 }
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))

@@ -14,9 +14,9 @@ import pytest
 
 from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
-from stages.demo import RECIPE, DemoConfig, results_table
+from stages.demo import RECIPE, DemoConfig, main, results_table
 from stages.pipeline import Phases, check_overrides
-from stages.study import StudyConfig, table
+from stages.study import StudyConfig, check_arms, table
 
 REPO = Path(__file__).parents[2]
 # Nothing is learnt at this size; what is tested is that every phase runs and hands on.
@@ -24,7 +24,12 @@ SMALL = {
     "warmstart": {"max_steps": 40, "dialogues": 1500, "gate": 0.0, "gate_problems": 2},
     "stage1": {"max_steps": 2, "collapse_alarm": "off", "save_steps": 1},
     "collect": {"limit": 48, "temperature": 1.0},
-    "stage2": {"max_steps": 3, "require_use": "any", "require_code_ok": False},
+    "stage2": {
+        "max_steps": 3,
+        "require_right": False,
+        "require_use": "any",
+        "require_code_ok": False,
+    },
     "eval": {"problems_per_family": 4},
 }
 
@@ -55,6 +60,32 @@ def test_a_misspelt_setting_of_a_late_phase_fails_before_the_first_one() -> None
     with pytest.raises(ConfigError, match="stage2: .*did you mean max_steps") as caught:
         check_overrides(config)
     assert [fault.split(":")[0] for fault in caught.value.faults] == ["stage2", "eval"]
+
+
+def test_a_dry_run_checks_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(RECIPE), "--dry-run", "--stage2", '{"max_step": 3}'])
+    assert caught.value.code == 2
+    assert "stage2: " in (shown := capsys.readouterr().err) and "did you mean max_steps" in shown
+
+
+def test_a_misspelt_setting_of_any_arm_fails_before_the_first_one() -> None:
+    config = load_config(
+        StudyConfig,
+        RECIPE.with_name("study_mini.yaml"),
+        arms={"a": {"stage1": {"expert_weight": -1.0}}, "b": {"stage2": ["plain"]}},
+        variants={"plain": {"format_alfa": 1.0}},
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_arms(config)
+    first, second = caught.value.faults
+    assert first.startswith("arms: a: stage1: ") and "expert_weight is -1" in first
+    assert second.startswith("variants: plain: stage2: ") and "format_alpha" in second
+
+
+def test_the_arms_of_every_study_fit() -> None:
+    for recipe in RECIPE.parent.glob("study_*.yaml"):
+        check_arms(load_config(StudyConfig, recipe))
 
 
 def test_the_settings_of_the_tiny_demo_fit_every_phase() -> None:
@@ -143,7 +174,7 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
     folder = tmp_path / "study"
     arms = {
         "mask": {"stage1": {"expert_loss": "mask"}, "stage2": ["plain"]},
-        "broken": {"stage1": {"expert_weight": -1.0}, "stage2": []},
+        "broken": {"stage2": ["nothing"]},
     }
     arguments = command(
         "study",
@@ -151,7 +182,7 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
         folder,
         seeds=[1],
         arms=arms,
-        variants={"plain": {"format_alpha": 1.0}},
+        variants={"plain": {"format_alpha": 1.0}, "nothing": {"max_length": 1}},
         jobs=2,
     )
     done = subprocess.run(
@@ -160,7 +191,7 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
     results = json.loads((folder / "results.json").read_text())
     assert done.returncode == 1, done.stderr[-3000:]
     assert [f["arm"] for f in results["failures"]] == ["broken"]
-    assert "expert_weight is -1" in results["failures"][0]["error"]
+    assert "no trajectory passes the filter" in results["failures"][0]["error"]
     keys = {(r["arm"], r["checkpoint"], r["stage2"], r["condition"]) for r in results["rows"]}
     assert keys == {
         (arm, checkpoint, stage2, condition)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
@@ -9,8 +10,10 @@ import pytest
 
 from data.miniworld.experts import EXPERTS
 from rivet.experts.completions import sample_seed
+from rivet.experts.config import BudgetConfig, load_experts
+from rivet.experts.ledger import Ledger, Spent
 from rivet.experts.pool import ExpertPool
-from stages.experts import main, start_miniworld_experts
+from stages.experts import main, start_miniworld_experts, vllm_command
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,62 @@ def test_the_serving_process_loads_neither_torch_nor_a_client():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_check_prints_prices_and_whose_tokens_are_estimated(configs, tmp_path, capsys):
+    url = configs[0].base_urls[0]
+    path = tmp_path / "experts.yaml"
+    path.write_text(
+        f"experts:\n  - {{name: calc, model: calc, base_url: '{url}', "
+        "usd_per_million_prompt_tokens: 2, usd_per_million_completion_tokens: 4}\n"
+    )
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert url in printed and "a call" in printed and "$0.0000" in printed
+
+
+def test_check_of_a_replayed_run_asks_nobody_and_counts_the_record(configs, tmp_path, capsys):
+    expert = f"experts:\n  - {{name: calc, model: calc, base_url: '{configs[0].base_urls[0]}'}}\n"
+    path = tmp_path / "experts.yaml"
+    path.write_text(expert + "cache: {mode: record, path: kept.sqlite}\n")
+
+    async def ask() -> None:
+        async with ExpertPool(load_experts(path)) as pool:
+            await pool.ask("calc", "gcd 12, 18", sample_key="1/p#0@0/0")
+
+    asyncio.run(ask())
+    path.write_text(expert.replace("http://", "http://127.0.0.9") + "cache: {mode: replay}\n")
+    assert main(["check", str(path)]) == 2
+    assert "experts_cache.sqlite does not exist" in capsys.readouterr().err
+    path.write_text(expert.replace(":8", ":9") + "cache: {mode: replay, path: kept.sqlite}\n")
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "calc             1 replies recorded" in printed and "nobody is asked" in printed
+
+
+def test_spent_prints_the_books_of_a_run(tmp_path, capsys):
+    ledger = Ledger(tmp_path, BudgetConfig())
+    ledger.begin_call("calc")
+    ledger.add("calc", Spent(0, 2, 100, 50, 0.125, 1))
+    ledger.close()
+    assert main(["spent", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        "calc             1 calls, 150 tokens, $0.1250, 1 replies estimated\n"
+    )
+    assert main(["spent", str(tmp_path / "nothing")]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_vllm_is_asked_to_serve_the_model_under_its_name():
+    command = vllm_command("python3", "models/m", "big", 8001, dtype="auto", max_batch=4)
+    assert command[:3] == ["python3", "-m", "vllm.entrypoints.openai.api_server"]
+    pairs = dict(zip(command[3:], command[4:], strict=False))
+    assert (pairs["--model"], pairs["--served-model-name"]) == ("models/m", "big")
+    assert (pairs["--host"], pairs["--port"]) == ("127.0.0.1", "8001")
+
+
+def test_serve_names_what_is_wrong_with_a_model(tmp_path, capsys):
+    assert main(["serve", "--hf", str(tmp_path)]) == 1
+    assert "no config.json; expected a folder with a Hugging Face model" in capsys.readouterr().err
+    assert main(["serve", "--hf", str(tmp_path), "--max-batch", "0"]) == 1
+    assert "--max-batch is 0" in capsys.readouterr().err

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from learnt import PROBLEMS, PROGRAMS, script
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -24,14 +28,18 @@ from transformers import (
 
 from eval.runtime import weights_fingerprint
 from rivet.checkpoints import CheckpointError
+from rivet.config import ConfigError
 from rivet.files import atomic_write_json
 from rivet.prompts import PromptBuilder
+from rivet.protocol import Scanner
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDir
 from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
 from rivet.tokenization import ProtocolTokenizer
-from stages import export, export_check
+from stages import export, export_check, export_verify
 from stages.export import ExportConfig, ExportError
+from stages.export_files import with_protocol
+from stages.export_licences import LicenceError
 from stages.measurements import ResultsError
 
 SETTINGS = ProtocolSettings(
@@ -92,6 +100,24 @@ def checkpoint(tmp_path: Path, tag_tokenizer: ProtocolTokenizer) -> Path:
     return save(tmp_path / "checkpoint", tiny_model(tag_tokenizer), tag_tokenizer)
 
 
+def unverified(*_: Any, **__: Any) -> float:
+    """Stands in for the verification where a test is about something else."""
+    return 0.0
+
+
+def adapter(tmp_path: Path, tokenizer: ProtocolTokenizer) -> tuple[PeftModel, Path]:
+    """A base model, and a checkpoint that is an adapter of it."""
+    base = tiny_model(tokenizer)
+    base.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    return adapted, save(tmp_path / "adapter", adapted, tokenizer)
+
+
 def logits_of(model: Any, tokenizer: ProtocolTokenizer) -> torch.Tensor:
     """Logits of one prompt, shape (T, V)."""
     ids = torch.tensor([PromptBuilder(tokenizer, SETTINGS).build("gcd of 12 and 18", "local")])
@@ -149,18 +175,15 @@ def test_an_export_holds_everything_and_gives_the_same_logits(
 def test_an_adapter_is_merged(
     tmp_path: Path, tag_tokenizer: ProtocolTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
-    base = tiny_model(tag_tokenizer)
-    base.save_pretrained(tmp_path / "base")
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.3)
-    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    source = save(tmp_path / "adapter", adapted, tag_tokenizer)
+    monkeypatch.setattr(export, "verify", unverified)
+    adapted, source = adapter(tmp_path, tag_tokenizer)
     assert not (source / "model.safetensors").exists()
-    target = export.run(ExportConfig(checkpoint=str(source), output_dir=str(tmp_path / "out")))
+    target = export.run(
+        ExportConfig(checkpoint=str(source), output_dir=str(tmp_path / "out"), base_license="mit")
+    )
+    card = ModelCard.load(target / "README.md")
+    assert card.data.license == "mit" and card.data.base_model is None  # a path is no name
+    assert f"- base model, {tmp_path / 'base'}: mit" in card.text
     assert not (target / "adapter_config.json").exists()
     merged = logits_of(AutoModelForCausalLM.from_pretrained(target), tag_tokenizer)
     assert torch.allclose(merged, logits_of(adapted, tag_tokenizer), atol=1e-4)
@@ -172,37 +195,50 @@ def test_an_adapter_is_merged(
 def test_without_measurements_the_card_says_so(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    monkeypatch.setattr(export, "verify", unverified)
     target = export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
     card = ModelCard.load(target / "README.md")
     assert card.data.eval_results is None and "Not measured." in card.text
 
 
-def test_an_export_that_gives_other_logits_gets_no_name(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: {"logits.1": t["logits.1"] + 1e-3}, "logits differ by 0.001 after loading"),
+        (lambda t: {"completion.1": t["completion.1"][:-1]}, "1 of 2 greedy attempts differ"),
+        (lambda t: {"text_ids.0": t["text_ids.0"] + 1}, "reads the probes otherwise"),
+    ],
+)
+def test_an_export_that_gives_something_else_gets_no_name(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    message: str,
 ) -> None:
-    def shifted(*args: Any) -> dict[str, torch.Tensor]:
-        tensors = reference(*args)
-        return {**tensors, "logits.1": tensors["logits.1"] + 1e-3}
+    def shifted(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        tensors = reference(*args, **kwargs)
+        return {**tensors, **spoil(tensors)}
 
     def in_this_process(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = export_check.main(command[-2:])
+            code = export_check.main(command[-3:])
         return subprocess.CompletedProcess(command, code, out.getvalue(), "")
 
-    reference = export._reference
-    monkeypatch.setattr(export, "_reference", shifted)
-    monkeypatch.setattr(export.subprocess, "run", in_this_process)
+    reference = export_verify.reference_of
+    monkeypatch.setattr(export_verify, "reference_of", shifted)
+    monkeypatch.setattr(export_verify.subprocess, "run", in_this_process)
     target = tmp_path / "out"
-    with pytest.raises(ExportError, match="logits differ by 0.001 after loading"):
-        export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(target)))
+    config = ExportConfig(checkpoint=str(checkpoint), output_dir=str(target), verify_problems=2)
+    with pytest.raises(ExportError, match=message):
+        export.run(config)
     assert not target.exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_an_export_is_replaced_only_when_asked_and_a_foreign_folder_never(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    monkeypatch.setattr(export, "verify", unverified)
     config = {"checkpoint": str(checkpoint), "output_dir": str(tmp_path / "out")}
     export.run(ExportConfig(**config))
     with pytest.raises(ExportError, match="--overwrite true"):
@@ -213,6 +249,37 @@ def test_an_export_is_replaced_only_when_asked_and_a_foreign_folder_never(
         export.run(
             ExportConfig(checkpoint=str(checkpoint), output_dir=str(checkpoint), overwrite=True)
         )
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    killed = tmp_path / f".out.tmp-{ended.pid}"
+    others = [tmp_path / f".out.tmp-{os.getppid()}", tmp_path / f".output.tmp-{ended.pid}"]
+    for folder in (killed, *others):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+    assert not killed.exists() and all(folder.exists() for folder in others)
+
+
+def test_a_terminated_export_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminated(*_: Any, **__: Any) -> float:
+        assert list(tmp_path.glob(".out.tmp-*"))
+        signal.raise_signal(signal.SIGTERM)
+        return 0.0
+
+    monkeypatch.setattr(export, "verify", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        export.main([str(checkpoint), "--to", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def cut(path: Path) -> None:
@@ -304,7 +371,7 @@ def evaluation(folder: Path, weights: str) -> Path:
 def test_the_benchmark_is_that_of_the_evaluation(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    monkeypatch.setattr(export, "verify", unverified)
     results = evaluation(tmp_path / "eval", weights_fingerprint(checkpoint))
     target = export.run(
         ExportConfig(
@@ -338,10 +405,206 @@ def test_results_without_a_benchmark_ask_for_one(checkpoint: Path, tmp_path: Pat
 def test_the_command_prints_the_folder(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(export, "_verify", lambda *_: 0.0)
+    monkeypatch.setattr(export, "verify", unverified)
     run = tmp_path / "run"
     with RunDir.open(run, {"seed": 3}, stage="stage1"):
         checkpoint.rename(run / "checkpoint")
     assert export.main([str(run), "--output_dir", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
     assert "| stage1 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_adapter_can_be_exported_alone(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    _, source = adapter(tmp_path, tag_tokenizer)
+    run = tmp_path / "run"
+    run.mkdir()
+    source.rename(run / "adapter")
+    save(run / "checkpoint", tiny_model(tag_tokenizer), tag_tokenizer)
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(run),
+            output_dir=str(tmp_path / "out"),
+            adapter_only=True,
+            base_model=str(tmp_path / "base"),
+            base_license="mit",
+        )
+    )
+    names = {path.name for path in target.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "rivet.json"} <= names
+    assert not any(name.startswith("model") for name in names)
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    original = AutoModelForCausalLM.from_pretrained(run / "adapter")
+    assert torch.equal(logits_of(loaded, tag_tokenizer), logits_of(original, tag_tokenizer))
+    card = ModelCard.load(target / "README.md")
+    assert card.data.library_name == "peft" and "LoRA adapter" in card.text
+
+
+def test_whole_weights_have_no_adapter_to_export(checkpoint: Path, tmp_path: Path) -> None:
+    config = ExportConfig(
+        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), adapter_only=True
+    )
+    with pytest.raises(ExportError, match="no LoRA adapter here"):
+        export.run(config)
+
+
+def base_with_card(folder: Path, card: str | None) -> str:
+    """A folder that stands for a base model."""
+    folder.mkdir()
+    if card is not None:
+        (folder / "README.md").write_text(card)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("card", "message"),
+    [
+        (None, "the base model has no card; state it with --base_license"),
+        ("# A model\n", "names no licence; state it with --base_license"),
+        ("---\nlicense: [\n---\n", "cannot be read for the licence"),
+    ],
+)
+def test_a_base_model_without_a_licence_is_refused_before_the_work(
+    checkpoint: Path, tmp_path: Path, card: str | None, message: str
+) -> None:
+    config = ExportConfig(
+        checkpoint=str(checkpoint),
+        output_dir=str(tmp_path / "out"),
+        base_model=base_with_card(tmp_path / "base", card),
+    )
+    with pytest.raises(LicenceError, match=message) as caught:
+        export.run(config)
+    assert str(caught.value).count("--base_license") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["lots", "5", "0GB", "-1GB", ""])
+def test_a_size_that_is_none_is_refused_before_the_work(size: str) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size: got .* such as 5GB"):
+        ExportConfig(checkpoint="c", max_shard_size=size)
+    assert ExportConfig(checkpoint="c", max_shard_size="1.5GB").max_shard_size == "1.5GB"
+
+
+def test_licences_of_base_and_data_are_on_the_card(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    card = "---\nlicense: other\nlicense_name: qwen-research\n---\n"
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint),
+            output_dir=str(tmp_path / "out"),
+            base_model=base_with_card(tmp_path / "base", card),
+            license="cc-by-4.0",
+            data=["me/sums: mit", "our own problems: cc0-1.0"],
+        )
+    )
+    card_read = ModelCard.load(target / "README.md")
+    assert card_read.data.license == "cc-by-4.0" and card_read.data.datasets == ["me/sums"]
+    assert "base: qwen-research" in card_read.text
+    assert "- data, our own problems: cc0-1.0" in card_read.text
+    assert not (target / "LICENSE").exists()  # ours is not theirs
+
+
+def test_a_licence_of_data_is_a_pair(checkpoint: Path, tmp_path: Path) -> None:
+    config = ExportConfig(
+        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), data=["sums"]
+    )
+    with pytest.raises(LicenceError, match="'sums', expected NAME: LICENCE"):
+        export.run(config)
+
+
+def test_a_target_that_cannot_be_written_is_named_before_the_work(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for target in (tmp_path / "file" / "out", Path("/proc/rivet/out")):
+        with pytest.raises(ExportError, match="cannot be written .*choose another --to"):
+            export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(target)))
+
+
+def test_a_checkpoint_of_another_protocol_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    settings = json.loads((checkpoint / "rivet.json").read_text())
+    (checkpoint / "rivet.json").write_text(json.dumps({**settings, "protocol_version": 99}))
+    with pytest.raises(SettingsError, match="protocol_version is 99, this rivet speaks 1"):
+        export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+
+
+def test_large_weights_are_sharded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), max_shard_size="20KB"
+        )
+    )
+    assert len(list(target.glob("model-*.safetensors"))) > 1
+    assert (target / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("prompt", ["bare", "instruct"])
+def test_the_template_asks_as_rivet_does(prompt: Any, qwen_tokenizer: ProtocolTokenizer) -> None:
+    settings = ProtocolSettings(prompt=prompt, experts=(ExpertCard("calc", 'sums "exactly"'),))
+    template = with_protocol(qwen_tokenizer, settings)
+    rendered = qwen_tokenizer.hf.apply_chat_template(
+        [{"role": "user", "content": "1 + 1"}],
+        chat_template=template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    asked = PromptBuilder(qwen_tokenizer, settings).build("1 + 1", "local")
+    assert qwen_tokenizer.encode(rendered) == list(asked)
+
+
+def test_the_template_renders_attempts_that_parse_again(
+    qwen_tokenizer: ProtocolTokenizer, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    for tokenizer, settings in (
+        (tag_tokenizer, SETTINGS),
+        (qwen_tokenizer, ProtocolSettings(experts=SETTINGS.experts)),
+    ):
+        for (problem, answer), program in zip(PROBLEMS.items(), PROGRAMS.values(), strict=True):
+            pieces = [*script(program, answer)]
+            text = "".join(piece for piece, _ in pieces).removesuffix("<|im_end|>")
+            messages = [
+                {"role": "user", "content": problem},
+                {"role": "assistant", "content": text},
+            ]
+            rendered = tokenizer.hf.apply_chat_template(
+                messages, chat_template=with_protocol(tokenizer, settings), tokenize=False
+            )
+            start = rendered.index(text)
+            scanner = Scanner(tokenizer)
+            for piece, is_own in pieces:
+                author = "controller" if is_own else "environment"
+                scanner.feed(tokenizer.encode(piece), author)
+            again = tokenizer.encode(rendered[start:].rstrip("\n"))
+            assert tokenizer.decode(again) == text + "<|im_end|>"
+            assert scanner.problem() == "" and scanner.answer() == f"\\boxed{{{answer}}}"
+
+
+def test_transformers_alone_writes_a_well_formed_attempt_up_to_the_first_program(
+    learnt_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    target = export.run(
+        ExportConfig(checkpoint=str(learnt_checkpoint), output_dir=str(tmp_path / "out"))
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    for problem, program in PROGRAMS.items():
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        ids = model.generate(**prompt, stop_strings=["</python>"], tokenizer=tokenizer)
+        scanner = Scanner(ProtocolTokenizer(tokenizer))
+        scanner.feed(ids[0, prompt.input_ids.shape[1] :].tolist(), "controller")
+        assert scanner.violation == "" and scanner.trailing == ""
+        assert [span.name for span in scanner.spans] == ["expert", "reply", "python"]
+        assert scanner.spans[-1].is_closed and scanner.text(scanner.spans[-1]) == program

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_corpus
-from data.miniworld.experts import EXPERTS
+from data.miniworld.dialogues import Dialogue, code_of, scripted_dialogues, tokenizer_corpus
+from data.miniworld.experts import EXPERTS, run_script
 from data.miniworld.tasks import build_split, request_for
 from rivet.config import load_config
 from rivet.experts.types import ExpertReply
@@ -149,12 +149,14 @@ async def played(
 async def test_dialogues_are_laid_out_as_the_engine_splices_them(
     mini_tokenizer: ProtocolTokenizer, dialogues: list[Dialogue]
 ) -> None:
-    trajectories = rendered(dialogues[:24], mini_tokenizer)
+    # An output that no program gave cannot be had from the sandbox.
+    possible = [d for d in dialogues if d.is_failing or d.output == run_script(code_of(d.reply))]
+    trajectories = rendered(possible[:24], mini_tokenizer)
     async with PythonSandbox() as sandbox:
         sampled = await asyncio.gather(
             *(
                 played(t, d, mini_tokenizer, sandbox)
-                for t, d in zip(trajectories, dialogues[:24], strict=True)
+                for t, d in zip(trajectories, possible[:24], strict=True)
             )
         )
     for scripted, real in zip(trajectories, sampled, strict=True):

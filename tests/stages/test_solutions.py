@@ -1,0 +1,76 @@
+"""Experts' own solutions: laid out as the controller's turn, run, graded, ready for Stage II."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.miniworld.dialogues import tokenizer_corpus
+from data.miniworld.experts import EXPERTS, route
+from data.miniworld.tasks import build_split
+from data.problems import Problem
+from rivet.config import load_config
+from rivet.runs import RunFinishedError
+from rivet.settings import ExpertCard, ProtocolSettings
+from rivet.store import TrajectoryStore
+from stages.mini_controller import build_model, build_tokenizer
+from stages.solutions import SolutionsConfig, question_for, run
+from stages.stage2.candidates import Candidate
+from stages.stage2.filter import Filter, FilterRules
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained mini controller: only its tokenizer and protocol are used."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = build_tokenizer(tokenizer_corpus(300), words=list(EXPERTS))
+    build_model(tokenizer, seed=0, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+    cards = tuple(ExpertCard(e.name, e.skill) for e in EXPERTS.values())
+    ProtocolSettings("bare", "", cards).save(folder)
+    return folder
+
+
+def test_every_expert_answers_and_who_knows_the_family_is_right(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = load_config(
+        SolutionsConfig,
+        None,
+        model=str(checkpoint),
+        output_dir=str(tmp_path / "run"),
+        problems_per_family=1,
+    )
+    rows = TrajectoryStore(run(config)).load()
+    assert len(rows) == 6 * len(EXPERTS)
+    for row in rows:
+        assert row.fault is None and row.well_formed and len(row.code_runs) == 1
+        assert {s.author for s in row.segments} == {"controller", "environment"}
+        assert not {"request", "reply", "route"} & set(row.kinds), "no decision and no reply"
+        assert not row.expert_calls
+        if row.info["expert"] == route(row.info["family"]):
+            assert row.outcome == "right"
+        elif row.info["expert"] != "sage":
+            assert row.outcome == "wrong"
+    # Stage II keeps the verified ones, whoever wrote them.
+    passes = Filter(FilterRules(use="code", max_per_problem=4, near_duplicate=1.0))
+    kept = [row for row in rows if passes(Candidate.of(row))]
+    assert 6 <= len(kept) <= 12 and all(row.outcome == "right" for row in kept)
+    with pytest.raises(RunFinishedError):
+        run(config)
+
+
+def test_an_expert_is_asked_the_problem_itself_outside_the_mini_world() -> None:
+    assert question_for(Problem("p", "What is 1 + 1?", "2")) == "What is 1 + 1?"
+    mini = build_split("train", 1, 0)[0]
+    assert question_for(mini) != mini.problem
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="model is not set"):
+        SolutionsConfig()
+    with pytest.raises(ValueError, match="limit is 0; expected at least 1"):
+        SolutionsConfig("m", limit=0)
