@@ -16,9 +16,6 @@ from rivet.chat_api import RequestError, check_model, message_texts, read_object
 from rivet.serving.options import Content, ServerOptions
 
 MAX_CHOICES = 128
-# Below these the numbers of a draw overflow, and what they mean is greedy anyway.
-_LEAST_TEMPERATURE = 1e-6
-_LEAST_TOP_P = 1e-6
 _READ = (
     "model messages stream stream_options n max_tokens max_completion_tokens temperature top_p "
     "seed stop rivet"
@@ -108,8 +105,8 @@ def read_chat_request(body: bytes, options: ServerOptions) -> ChatRequest:
         include_usage=_flag(stream_options, "include_usage", False),
         n=_integer(fields, "n", 1, most) or 1,
         max_tokens=_max_tokens(fields),
-        temperature=0.0 if temperature < _LEAST_TEMPERATURE else temperature,
-        top_p=max(top_p, _LEAST_TOP_P),
+        temperature=temperature,
+        top_p=top_p,
         # Without a seed two requests must not be the same sample.
         seed=secrets.randbits(63) if seed is None else seed,
         stop=_stop(fields.get("stop")),
