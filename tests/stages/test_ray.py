@@ -46,17 +46,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def collect(model: Path, output: Path, *more: str) -> list[str]:
-    """The command of a small collection."""
+def command(module: str, model: Path, output: Path, *more: str) -> list[str]:
+    """The command of a small collection, or of a small evaluation."""
+    size = ["--mode", "local"] if module == "stages.collect" else ["--conditions", "local"]
     return [
-        *(sys.executable, "-m", "stages.collect", "--model", str(model)),
-        *("--output_dir", str(output), "--problems_per_family", "16", "--samples_per_problem", "2"),
-        *("--shard_size", "16", "--batch_size", "8", "--seed", "3", "--mode", "local", *more),
+        *(sys.executable, "-m", module, "--model", str(model), "--output_dir", str(output)),
+        *("--problems_per_family", "16", "--samples_per_problem", "2", "--temperature", "1"),
+        *("--shard_size", "16", "--batch_size", "8", "--seed", "3", *size, *more),
     ]
 
 
-def rows(output: Path) -> list[Trajectory]:
-    return sorted(TrajectoryStore(output / "trajectories"), key=lambda t: t.id)
+def rows(store: Path) -> list[Trajectory]:
+    return sorted(TrajectoryStore(store), key=lambda t: t.id)
 
 
 def essence(trajectories: list[Trajectory]) -> list[tuple[object, ...]]:
@@ -64,8 +65,13 @@ def essence(trajectories: list[Trajectory]) -> list[tuple[object, ...]]:
     return [(t.id, t.seed, t.completion_ids, t.finish, t.outcome) for t in trajectories]
 
 
+@pytest.mark.parametrize(
+    ("module", "store"),
+    [("stages.collect", "trajectories"), ("eval.main", "local/trajectories")],
+    ids=["collect", "eval"],
+)
 def test_a_killed_actors_shard_is_run_again_and_the_rows_are_those_of_one_process(
-    model: Path, tmp_path: Path
+    module: str, store: str, model: Path, tmp_path: Path
 ) -> None:
     environment = {
         **os.environ,
@@ -73,13 +79,17 @@ def test_a_killed_actors_shard_is_run_again_and_the_rows_are_those_of_one_proces
         "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
     }
     environment.pop("RAY_ADDRESS", None)
-    subprocess.run(collect(model, tmp_path / "alone"), cwd=REPO, env=environment, check=True)
+    alone = tmp_path / "alone"
+    subprocess.run(command(module, model, alone), cwd=REPO, env=environment, check=True)
     output = tmp_path / "shared"
     process = subprocess.Popen(
-        collect(model, output, "--ray", "2"), cwd=REPO, env=environment, start_new_session=True
+        command(module, model, output, "--ray", "2"),
+        cwd=REPO,
+        env=environment,
+        start_new_session=True,
     )
     try:
-        while not (owners := list(output.glob("trajectories/ray/*/owner.json"))):
+        while not (owners := list(output.glob(f"{store}/ray/*/owner.json"))):
             assert process.poll() is None, "the run ended before an actor took a shard"
             time.sleep(0.01)
         os.kill(json.loads(owners[0].read_text())["pid"], signal.SIGKILL)
@@ -90,9 +100,8 @@ def test_a_killed_actors_shard_is_run_again_and_the_rows_are_those_of_one_proces
             process.wait()
     log = (output / "log.txt").read_text()
     assert log.count("another one goes on from") == 1
-    sampled = rows(output)
+    sampled = rows(output / store)
     assert len({t.id for t in sampled}) == len(sampled) == 6 * 16 * 2
-    assert essence(sampled) == essence(rows(tmp_path / "alone"))
-    assert not (output / "trajectories" / "ray").exists()
-    results = json.loads((output / "finished.json").read_text())["results"]
-    assert results["rows"] == len(sampled)
+    assert essence(sampled) == essence(rows(alone / store))
+    assert not (output / store / "ray").exists()
+    assert (output / "finished.json").exists()
