@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,11 @@ PIECES = (
 ANSWER = r"\frac{1}{2}\href{javascript:alert(3)}{x}\htmlId{status}{y}"
 
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
-seen = pytest.mark.slow(needs_chromium)
+
+
+def seen(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that looks at the page in a browser."""
+    return pytest.mark.slow(needs_chromium(test))
 
 
 def test_the_page_builds_no_html_from_text_and_loads_nothing_from_elsewhere() -> None:
