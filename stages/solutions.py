@@ -26,6 +26,7 @@ from eval.generate import sample
 from eval.grade import load_gradable
 from rivet.checkpoints import find_checkpoint, load_tokenizer
 from rivet.config import parse_config
+from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts, sample_key
 from rivet.grading import Grader
 from rivet.grading.extract import last_box
@@ -199,6 +200,7 @@ def run(config: SolutionsConfig) -> Path:
 
     Raises:
         eval.generate.FaultRateError: Infrastructure faults above `max_fault_rate`.
+        rivet.interrupt.Interrupted: A signal, or the experts' budget is spent; it can go on.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     if config.problems == "miniworld":
@@ -209,7 +211,8 @@ def run(config: SolutionsConfig) -> Path:
         config.output_dir, config, stage="solutions", overwrite=config.overwrite
     ) as folder:
         store = TrajectoryStore(folder.path / STORE)
-        rows = asyncio.run(_collect(config, problems[: config.limit], store))
+        with stop_at_budget():
+            rows = asyncio.run(_collect(config, problems[: config.limit], store, folder.path))
         results = summary(rows)
         logger.info("collected %s", ", ".join(f"{k} {v}" for k, v in results.items()))
         folder.finish(results)
@@ -217,12 +220,13 @@ def run(config: SolutionsConfig) -> Path:
 
 
 async def _collect(
-    config: SolutionsConfig, problems: Sequence[Problem], store: TrajectoryStore
+    config: SolutionsConfig, problems: Sequence[Problem], store: TrajectoryStore, run_dir: Path
 ) -> list[Trajectory]:
     checkpoint = find_checkpoint(config.model)
     settings, tokenizer = ProtocolSettings.load(checkpoint), load_tokenizer(checkpoint)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(stack.enter_context(open_experts(config.experts)))
+        pool.keep_ledger(run_dir)
         await pool.preflight()
         sandbox = await stack.enter_async_context(PythonSandbox())
         grader = stack.enter_context(Grader())

@@ -12,9 +12,13 @@ from data.miniworld.experts import EXPERTS, route
 from data.miniworld.tasks import build_split
 from data.problems import Problem
 from rivet.config import load_config
+from rivet.experts.ledger import read_spent
+from rivet.interrupt import Interrupted
 from rivet.runs import RunFinishedError
 from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.store import TrajectoryStore
+from rivet.trajectory import Trajectory
+from stages.experts import start_miniworld_experts
 from stages.mini_controller import build_model, build_tokenizer
 from stages.solutions import SolutionsConfig, question_for, run
 from stages.stage2.candidates import Candidate
@@ -61,6 +65,35 @@ def test_every_expert_answers_and_who_knows_the_family_is_right(
     assert 6 <= len(kept) <= 12 and all(row.outcome == "right" for row in kept)
     with pytest.raises(RunFinishedError):
         run(config)
+
+
+def test_a_spent_budget_stops_the_run_which_goes_on_when_it_is_raised(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    with start_miniworld_experts() as configs:
+        url = configs[0].base_urls[0]
+
+        def solutions(max_calls: int) -> list[Trajectory]:
+            path = tmp_path / "experts.yaml"
+            path.write_text(
+                f"budget: {{max_calls: {max_calls}}}\n"
+                f"experts:\n  - {{name: calc, model: calc, base_url: '{url}'}}\n"
+            )
+            config = SolutionsConfig(
+                model=str(checkpoint),
+                output_dir=str(tmp_path / "run"),
+                problems_per_family=1,
+                experts=str(path),
+                batch_size=1,
+            )
+            return TrajectoryStore(run(config)).load()
+
+        with pytest.raises(Interrupted, match="max_calls is 4"):
+            solutions(4)
+        assert sum(s.calls for s in read_spent(tmp_path / "run").values()) == 4
+        assert len(solutions(20)) == 6
+        # What was paid for before the stop is counted on.
+        assert 6 <= sum(s.calls for s in read_spent(tmp_path / "run").values()) <= 10
 
 
 def test_an_expert_is_asked_the_problem_itself_outside_the_mini_world() -> None:
