@@ -102,6 +102,7 @@ def clean_environment() -> dict[str, str]:
         "LANG": "C.UTF-8",
         "TZ": "UTC",
         "PYTHONHASHSEED": "0",
+        "LD_BIND_NOW": "1",  # else each child looks up the functions that it is the first to call
         "MPLBACKEND": "Agg",
     }
     for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM"):

@@ -177,7 +177,8 @@ def _run_cell(source: str, name: str, namespace: dict) -> object:
         place = {key: getattr(last, key) for key in last._attributes}
         target = ast.Name(_VALUE, ast.Store(), **place)
         tree.body[-1] = ast.Assign([target], last.value, **place)
-    exec(compile(tree, name, "exec"), namespace)
+    # not with the __future__ imports of this module
+    exec(compile(tree, name, "exec", dont_inherit=True), namespace)
     return namespace.pop(_VALUE, None)
 
 

@@ -33,11 +33,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A forked child: its pid, a descriptor that tells of its end (or -1), its two streams."""
+    """A forked child: its pid, and a descriptor that tells of its end (or -1)."""
 
     pid: int
     pid_fd: int
-    streams: tuple[int, int]
 
 
 class Slot:
@@ -98,18 +97,19 @@ class Slot:
         """Run one request; return whether the slot can be used again."""
         self.calls += 1
         pid = self.template.next_child()
-        child = Child(pid, _open_pid(pid), (os.memfd_create("stdout"), os.memfd_create("stderr")))
+        child = Child(pid, _open_pid(pid))
+        streams = (_open_stdin(), os.memfd_create("stdout"), os.memfd_create("stderr"))
         started = time.monotonic()
-        self.template.run(child.streams)
+        self.template.run(streams)
         ending, cpu_s = self._watch(child, started, cells)
         duration_s = time.monotonic() - started
         is_clean = self._clean_up() and self.calls < _MAX_CALLS
         if self._was_never_started():
             ending, is_clean = Ending("sandbox_failure", ending.detail), False
         try:
-            self._reply(child.streams, ending, duration_s, cpu_s, is_retiring=not is_clean)
+            self._reply(streams[1:], ending, duration_s, cpu_s, is_retiring=not is_clean)
         finally:
-            for stream in child.streams:
+            for stream in streams:
                 os.close(stream)
         self.report.wipe()
         return is_clean
@@ -249,6 +249,14 @@ def _clock(clock: int) -> float:
         return time.clock_gettime(clock)
     except OSError:
         return 0.0
+
+
+def _open_stdin() -> int:
+    """Return an empty stdin for one child alone: flags that it sets must not reach the next."""
+    try:
+        return os.open(os.devnull, os.O_RDWR)
+    except OSError:  # where nothing can confine what is opened, nothing may be
+        return os.dup(0)
 
 
 def _open_pid(pid: int) -> int:

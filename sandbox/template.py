@@ -16,14 +16,16 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sandbox import kernel, memory, runner, seccomp, wire
 from sandbox.result import SandboxLimits
 
 PID = struct.Struct("<I")  # what a child says when it is prepared
-_STREAMS = struct.Struct("@ii")  # the descriptors that come with the order to run
+_STREAMS = struct.Struct("@iii")  # the descriptors that come with the order to run
 _STREAMS_SPACE = socket.CMSG_SPACE(_STREAMS.size)
+
+Streams = tuple[int, int, int]  # descriptors of stdin, stdout and stderr
 
 
 class Template:
@@ -54,9 +56,10 @@ class Template:
         self.must_follow_parent = must_follow_parent
         self.huge_ranges = huge_ranges
         self.filter: seccomp.ChildFilter | None = None
+        self._on_last_cell = _starts(limits, report)
         self._pid = -1
         self._ready = -1  # a pid from a child: prepared
-        self._go: socket.socket | None = None  # two descriptors from the slot: run
+        self._go: socket.socket | None = None  # three descriptors from the slot: run
 
     def start(self) -> None:
         """Fork the template, which forks the first child."""
@@ -94,16 +97,15 @@ class Template:
             raise EOFError("the template of the slot died")
         return PID.unpack(said)[0]
 
-    def run(self, streams: tuple[int, int]) -> None:
-        """Let the waiting child read the request and run it, with these two as its output.
+    def run(self, streams: Streams) -> None:
+        """Let the waiting child read the request and run it, with these as its streams.
 
         The template sleeps until the child lets go of its memory, which is a little too early:
         the signal has it sleep on, until the next order.
         """
         os.kill(self._pid, signal.SIGSTOP)
         assert self._go is not None
-        rights = array.array("i", streams)
-        self._go.sendmsg([b"g"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        _send_streams(self._go, streams)
 
     def _be_template(self, ready: int, go: socket.socket) -> None:
         """Fork one child after the other; the slot decides when this process runs."""
@@ -119,33 +121,24 @@ class Template:
     def _be_child(self, ready: int, go: socket.socket) -> None:
         """Prepare, wait for the word to run, run the foreign code; never returns."""
         code = 125
-        limits, report = self.limits, self.report
         try:
             if self.must_follow_parent:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            _open_stdin()
             pid = os.getpid()
             if self.filter is not None:
                 self.filter.install(pid)
             os.write(ready, PID.pack(pid))
             _take_streams(go)
-            head = _read_exactly(self.connection, wire.REQUEST.size)
-            _, earlier_cells, length = wire.REQUEST.unpack(head)
-            request = _read_exactly(self.connection, length)
-            if earlier_cells:
-                _limit_cpu(limits.cpu_s * (1 + earlier_cells))
-            # The mark that the preparation went well. Foreign code cannot forge or undo it, as
-            # the socket is closed before any of it runs.
-            _read_exactly(self.connection, len(wire.REQUEST_END))
+            cells = _read_cells(self.connection, self.limits)
             kernel.close_from(3)
             code = runner.run_cells(
-                wire.unpack_cells(request),
-                report,
+                cells,
+                self.report,
                 hidden_paths=self.hidden_paths,
-                on_last_cell=_starts(limits, report),
+                on_last_cell=self._on_last_cell,
             )
         except BaseException as error:  # before any foreign code: the slot sees its own fault
-            report.write(runner.UNPREPARED, error=f"{type(error).__name__}: {error}")
+            self.report.write(runner.UNPREPARED, error=f"{type(error).__name__}: {error}")
         finally:
             os._exit(code)
 
@@ -161,23 +154,73 @@ def _starts(limits: SandboxLimits, report: runner.Report) -> Callable[[], None]:
     return start
 
 
-def _open_stdin() -> None:
-    """Give the child an empty stdin of its own: flags that it sets must not reach the next."""
-    try:
-        null = os.open(os.devnull, os.O_RDWR)
-    except OSError:  # where nothing can confine what is opened, nothing may be
-        return
-    os.dup2(null, 0)
+def rehearse(cells: Sequence[str]) -> None:
+    """Go through the steps of a call in this process, once for each of `cells`.
+
+    A first time leaves its marks all over the memory: specialised bytecode, looked-up
+    attributes of types, interned names. They are shared once they are made before the fork;
+    each child would otherwise make them on pages that are copied for it alone. What can be
+    done only once in a process (filter, limits, closing everything) is left out. A cell that
+    fails, for want of a library, is passed over; `__main__` and the streams are left as
+    programs find them.
+    """
+    kept = [os.dup(place) for place in range(3)]
+    null = os.open(os.devnull, os.O_RDWR)
+    limits = SandboxLimits()
+    report = runner.Report(limits.stream_bytes, limits.error_bytes)
+    ours, connection = socket.socketpair()
+    word, go = socket.socketpair()
+    with ours, connection, word, go:
+        for cell in cells:
+            runner.prepare()
+            ours.sendall(wire.pack_request(cell, ()))
+            _send_streams(word, (null, null, null))
+            for copy in _take_streams(go):
+                os.close(copy)
+            runner.run_cells(
+                _read_cells(connection, limits),
+                report,
+                hidden_paths={},
+                on_last_cell=lambda: report.mark(time.monotonic(), time.process_time()),
+            )
+    runner.prepare()
+    for place, copy in enumerate(kept):
+        os.dup2(copy, place)
+        os.close(copy)
     os.close(null)
 
 
-def _take_streams(go: socket.socket) -> None:
-    """Wait for the slot's word; make the descriptors that come with it stdout and stderr."""
+def _send_streams(go: socket.socket, streams: Streams) -> None:
+    rights = array.array("i", streams)
+    go.sendmsg([b"g"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+
+def _take_streams(go: socket.socket) -> Streams:
+    """Wait for the slot's word; make the descriptors that come with it this process's streams.
+
+    Returns:
+        The descriptors as they came; the streams are copies.
+    """
     _, ancillary, _, _ = go.recvmsg(1, _STREAMS_SPACE)
     if not ancillary:
         raise EOFError("the slot went away")
-    for place, stream in enumerate(_STREAMS.unpack(ancillary[0][2]), 1):
+    streams = _STREAMS.unpack(ancillary[0][2])
+    for place, stream in enumerate(streams):
         os.dup2(stream, place)
+    return streams
+
+
+def _read_cells(connection: socket.socket, limits: SandboxLimits) -> list[str]:
+    """Read a request, all of it, and return its cells."""
+    head = _read_exactly(connection, wire.REQUEST.size)
+    _, earlier_cells, length = wire.REQUEST.unpack(head)
+    request = _read_exactly(connection, length)
+    if earlier_cells:
+        _limit_cpu(limits.cpu_s * (1 + earlier_cells))
+    # The mark that the preparation went well. Foreign code cannot forge or undo it, as the
+    # socket is closed before any of it runs.
+    _read_exactly(connection, len(wire.REQUEST_END))
+    return wire.unpack_cells(request)
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:

@@ -29,6 +29,10 @@ def test_echo_follows_the_syntax_tree_not_the_text(box):
     assert box.run_sync("if True:\n    5").text() == ""
 
 
+def test_annotations_are_values_as_in_any_program(box):
+    assert box.run_sync("x: int = 1\n__annotations__['x'] is int").text() == "True"
+
+
 def test_error_shows_user_line_and_message_only(box):
     result = box.run_sync("def f(a):\n    return 1/a\nprint('before')\nf(0)")
     assert result.status == "error"
