@@ -123,23 +123,40 @@ def test_it_opens_in_a_thread_that_ends():
         box.close()
 
 
-@pytest.mark.slow
-def test_it_opens_beside_torch_and_busy_threads():
+def test_a_trainer_with_torch_and_busy_threads_gets_a_process_without_either():
     torch = pytest.importorskip("torch")
-    stop = threading.Event()
+    stop, steps, answers = threading.Event(), [0], {}
 
-    def work() -> None:
+    def train() -> None:
+        weight = torch.ones(64, 64, requires_grad=True)
         while not stop.is_set():
-            torch.ones(64, 64) @ torch.ones(64, 64)
+            (weight @ weight).sum().backward()
+            steps[0] += 1
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    def ask(i: int) -> None:
+        answers[i] = box.run_sync(f"import sys\n{i} * 2, 'torch' in sys.modules").text()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
     try:
+        assert wait_until(lambda: steps[0] > 0)
         with PythonSandbox(slots=1) as box:
-            assert box.run_sync("import sys\n'torch' in sys.modules").text() == "False"
+            assert box._zygote is not None
+            zygote = Path(f"/proc/{box._zygote.pid}")
+            assert "libtorch" in Path("/proc/self/maps").read_text()
+            assert "libtorch" not in (zygote / "maps").read_text()
+            assert len(os.listdir(zygote / "task")) == 1
+            callers = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+            done = steps[0]
+            assert wait_until(lambda: steps[0] > done)
     finally:
         stop.set()
-        thread.join()
+        trainer.join()
+    assert answers == {i: f"({2 * i}, False)" for i in range(6)}
 
 
 @pytest.fixture
