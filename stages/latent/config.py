@@ -87,7 +87,7 @@ class LatentConfig(Stage1Config):
     adapter_heads: int = setting(4, "Attention heads, at least 1.")
     # --- the supervised warm start
     warm_steps: int = setting(
-        40, "Supervised steps before RL, policy frozen (without an adapter: the policy); 0: none."
+        80, "Supervised steps before RL, policy frozen (without an adapter: the policy); 0: none."
     )
     warm_batch_size: int = setting(192, "Problems of a supervised step, at least 1.")
     # At 3e-3 and 64 problems some seeds had learnt nothing from the experts after 120 steps.

@@ -16,7 +16,6 @@ from data.problems import Problem
 from rivet.latent.policy import LatentPolicy
 from rivet.latent.prompts import LatentPrompts
 from stages.latent.config import LatentConfig
-from stages.latent.evaluate import is_hard
 from stages.latent.listener import Listener
 from stages.latent.specialists import answer_ids, completion_loss
 
@@ -36,7 +35,9 @@ def warm_up(
         policy: Trained in place; afterwards everything requires gradients again.
         prompts: Builds its prompts.
         listener: What it hears; steps count down from -1, so that RL's shuffling is another.
-        problems: Whose answers are learnt, except those that the policy solves alone.
+        problems: Whose answers are learnt. Those that the policy solves alone are among them: an
+            adapter that never sees them talks over what the policy knows, and the first thing
+            that RL then learns is not to listen.
         config: Number, size and rate of the steps.
 
     Returns:
@@ -51,14 +52,13 @@ def warm_up(
     # A policy that is trained whole would forget at the adapter's rate.
     rate = config.warm_learning_rate * (1.0 if adapter is not None else 0.1)
     optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    hard = [p for p in problems if is_hard(str(p.meta.get("family", "")))] or list(problems)
     generator = torch.Generator().manual_seed(config.seed)
     losses: list[float] = []
     policy.train()
     for step in range(1, config.warm_steps + 1):
-        size = min(config.warm_batch_size, len(hard))
-        chosen = torch.randperm(len(hard), generator=generator)[:size].tolist()
-        batch = [hard[n] for n in chosen]
+        size = min(config.warm_batch_size, len(problems))
+        chosen = torch.randperm(len(problems), generator=generator)[:size].tolist()
+        batch = [problems[n] for n in chosen]
         heard = listener.hear([listener.row(p.id) for p in batch], -step)
         loss = completion_loss(
             policy,
