@@ -255,6 +255,7 @@ def settle(*, use_huge_pages: bool) -> None:
     gc.collect()
     memory.fill_gaps()
     memory.immortalise()
+    memory.join_code()
     gc.freeze()  # else a collection in a child writes to, and so copies, every page
     if use_huge_pages:
         memory.round_up_heap()

@@ -62,6 +62,19 @@ print(ctypes.c_uint32.from_address(id(new)).value < 100)
     assert run(code) == "True"
 
 
+def test_joined_mappings_are_fewer_and_none_is_both_writable_and_executable():
+    code = """
+from sandbox import memory
+before = memory._mappings()
+memory.join_code()
+after = memory._mappings()
+print(len(after) <= len(before) - 2, [m for m in after if 'w' in m.rights and 'x' in m.rights])
+print({m.rights for m in before if 'w' in m.rights} == {m.rights for m in after if 'w' in m.rights})
+import sympy  # what was joined still works
+"""
+    assert run(code) == "True []\nTrue"
+
+
 def test_a_rehearsal_leaves_streams_and_descriptors_alone_whatever_its_cells_do():
     code = """
 from sandbox.template import rehearse
