@@ -87,7 +87,7 @@ class LatentConfig(Stage1Config):
     adapter_heads: int = setting(4, "Attention heads, at least 1.")
     # --- the supervised warm start
     warm_steps: int = setting(
-        80, "Supervised steps before RL, policy frozen (without an adapter: the policy); 0: none."
+        70, "Supervised steps before RL, policy frozen (without an adapter: the policy); 0: none."
     )
     warm_batch_size: int = setting(192, "Problems of a supervised step, at least 1.")
     # At 3e-3 and 64 problems some seeds had learnt nothing from the experts after 120 steps.
@@ -95,7 +95,7 @@ class LatentConfig(Stage1Config):
         1e-3, "Of the supervised steps, above 0; without an adapter a tenth of it."
     )
     # --- RL
-    learning_rate: float = setting(1e-4, "Of the policy, theta; at most a tenth of the adapter's.")
+    learning_rate: float = setting(1e-4, "Of the policy, theta; well below the adapter's.")
     adapter_learning_rate: float = setting(1e-3, "Of the adapter, phi, above 0.")
     train_policy: bool = setting(True, "Train theta too; false trains phi alone.")
     adapter_first_steps: int = setting(20, "RL steps before theta moves, at least 0.")
