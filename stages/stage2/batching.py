@@ -18,6 +18,7 @@ from stages.stage2.objective import Objective, token_weights
 
 IGNORED = -100  # label of a token that is not trained
 PAD_CODE = 255  # author and kind of padding
+_SLACK = 1.05  # tokens, padding included, over the fewest possible
 
 
 class WeightedCollator:
@@ -84,25 +85,33 @@ class WeightedCollator:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: indices grouped so that each group's lengths add up to `capacity`.
+    """Indices grouped into the rows of a batch, which is as wide as its fullest row.
 
-    Something longer than the capacity gets a group of its own.
+    Filling row after row up to the capacity leaves the last ones empty while the batch stays as
+    wide, so each number of rows is tried with rows filled evenly: the longest of what is left goes
+    to the emptiest row. Of those that are within `_SLACK` of the fewest tokens, padding included,
+    the one with most rows is taken, because attention costs a row's length squared.
+
+    Args:
+        lengths: Tokens of each trajectory.
+        capacity: Most tokens of a row; something longer gets a row of its own.
 
     >>> pack([5, 3, 4, 2], 7)
     [[0, 3], [2, 1]]
     """
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        fitting = [g for g, left in enumerate(room) if left >= lengths[n]]
-        if fitting:
-            best = min(fitting, key=lambda g: room[g])
-            groups[best].append(n)
-            room[best] -= lengths[n]
-        else:
-            groups.append([n])
-            room.append(capacity - lengths[n])
-    return groups
+    longest_first = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    found: list[tuple[int, list[list[int]]]] = []  # tokens, rows
+    for count in range(1, len(lengths) + 1):
+        rows: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for n in longest_first:
+            emptiest = filled.index(min(filled))
+            rows[emptiest].append(n)
+            filled[emptiest] += lengths[n]
+        if all(total <= capacity or len(row) == 1 for row, total in zip(rows, filled, strict=True)):
+            found.append((count * max(filled), rows))
+    fewest = min(tokens for tokens, _ in found)
+    return next(rows for tokens, rows in reversed(found) if tokens <= _SLACK * fewest)
 
 
 class LengthBucketSampler(Sampler[int]):

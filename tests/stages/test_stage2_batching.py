@@ -41,10 +41,24 @@ def test_padding_is_marked_and_never_trained() -> None:
 def test_packed_rows_restart_their_positions() -> None:
     collator = WeightedCollator(Objective(), pad_token_id=7, pack_length=6)
     batch = collator([row(2), row(4, 10), row(3, 20)])
-    assert batch["input_ids"].tolist() == [[10, 11, 12, 13, 0, 1], [20, 21, 22, 7, 7, 7]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 13, 7], [20, 21, 22, 0, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
     # What follows a document's end is not predicted from it.
-    assert batch["labels"][0].tolist() == [IGNORED, 11, 12, 13, IGNORED, 1]
+    assert batch["labels"][1].tolist() == [IGNORED, 21, 22, IGNORED, 1]
+
+
+def test_packed_rows_are_filled_evenly_so_that_the_batch_is_narrow() -> None:
+    # Row after row up to 10 would give 10, 10 and 4: 30 tokens for 24.
+    lengths = [6, 4, 6, 4, 2, 2]
+    rows = pack(lengths, 10)
+    assert [sum(lengths[n] for n in row) for row in rows] == [6, 6, 6, 6]
+
+
+def test_packing_takes_short_rows_where_they_cost_no_padding() -> None:
+    # One row of 40 holds no padding, nor do four of 10; attention over 40 costs four times as much.
+    assert len(pack([10, 10, 10, 10], 100)) == 4
+    # Two rows would be 13 wide, 26 tokens for 18.
+    assert len(pack([13, 2, 3], 100)) == 1
 
 
 @pytest.fixture
