@@ -5,10 +5,14 @@
 Three comparisons: a Stage II step without weights against `SFTTrainer`; packed rows against padded
 ones; a Stage I learner step on given rollouts against `GRPOTrainer`. Each pair of trainers runs its
 own training loop in a thread of its own, and a baton goes to and fro after every step, so that both
-see the same machine; the ratio is that of medians, of CPU seconds on a CPU and of wall seconds on a
-GPU. Peak memory is measured in processes of their own, over vocabularies. Last, a store of
-trajectories is filtered and read up to the first batch of Stage II. The last line is one JSON
-object.
+see the same machine. Step n has the same rows in both, so the ratio is the median of the steps'
+ratios, of CPU seconds on a CPU and of wall seconds on a GPU. Peak memory is measured in processes
+of their own, over vocabularies. Last, a store of trajectories is filtered and read up to the first
+batch of Stage II. The last line is one JSON object.
+
+At the size of a published model, whose weights are random, on a CPU or a GPU:
+
+    python -m stages.bench_train --only alone --shape qwen3-1.7b --dtype bfloat16 --lora_r 64
 """
 
 from __future__ import annotations
@@ -118,7 +122,8 @@ def compare(names: tuple[str, str], sizes: Sizes, folder: Path) -> dict[str, Any
     """Train two trainers by turns.
 
     Returns:
-        Median CPU and wall seconds of a step of each, and `ratio`: the first over the second.
+        Median CPU and wall seconds of a step of each, and `ratio`: the median over steps of the
+        first one's seconds over the second one's.
     """
     baton = Baton()
     turns = [Turns(baton, who) for who in range(2)]
@@ -149,19 +154,21 @@ def compare(names: tuple[str, str], sizes: Sizes, folder: Path) -> dict[str, Any
     # The first step allocates.
     cpu = [statistics.median(t.cpu_s[1:]) for t in turns]
     wall = [statistics.median(t.wall_s[1:]) for t in turns]
-    first, second = wall if torch.cuda.is_available() else cpu
+    first, second = (t.wall_s if torch.cuda.is_available() else t.cpu_s for t in turns)
+    # Rows differ from step to step, so a median of either series alone may be of other rows.
+    ratios = [a / b for a, b in zip(first[1:], second[1:], strict=True)]
     return {
         **{f"{name}_cpu_s": round(c, 4) for name, c in zip(names, cpu, strict=True)},
         **{f"{name}_wall_s": round(w, 4) for name, w in zip(names, wall, strict=True)},
-        "ratio": round(first / second, 4),
+        "ratio": round(statistics.median(ratios), 4),
         "steps": len(turns[0].cpu_s),
     }
 
 
-def peak_bytes(name: str, sizes: Sizes) -> dict[str, float]:
-    """Peak memory of a trainer's third step, above that of its imports, in a fresh process."""
+def last_step(name: str, sizes: Sizes) -> dict[str, float]:
+    """Time and peak memory of a trainer's last step, above that of imports, in a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-m", "stages.bench_train", "--peak", name, *sizes.arguments()],
+        [sys.executable, "-m", "stages.bench_train", "--last-step", name, *sizes.arguments()],
         capture_output=True,
         text=True,
         cwd=Path(__file__).resolve().parents[1],
@@ -172,19 +179,28 @@ def peak_bytes(name: str, sizes: Sizes) -> dict[str, float]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure_peak(name: str, sizes: Sizes) -> dict[str, float]:
-    """In the fresh process: train, and say what that took."""
+def measure_last_step(name: str, sizes: Sizes) -> dict[str, float]:
+    """In the fresh process: train, and say what the last step took."""
     with tempfile.TemporaryDirectory() as scratch:
         memory = PeakMemory()
+        took: dict[str, float] = {}
 
-        class AfterTwo(TrainerCallback):
+        class LastStep(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if state.global_step == 2:
+                if state.global_step == sizes.steps - 1:
+                    _synchronize()
                     memory.restart()
+                    took.update(cpu_s=-time.process_time(), wall_s=-time.perf_counter())
 
-        trainer = BUILDERS[name](sizes, Path(scratch), [AfterTwo()])
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == sizes.steps:
+                    _synchronize()
+                    took["cpu_s"] += time.process_time()
+                    took["wall_s"] += time.perf_counter()
+
+        trainer = BUILDERS[name](sizes, Path(scratch), [LastStep()])
         trainer.train()
-        return {"peak_bytes": memory.peak(), "baseline_bytes": memory.baseline}
+        return {"peak_bytes": memory.peak(), "baseline_bytes": memory.baseline, **took}
 
 
 def vocabulary_curve(sizes: Sizes) -> list[dict[str, float]]:
@@ -192,9 +208,10 @@ def vocabulary_curve(sizes: Sizes) -> list[dict[str, float]]:
     points = []
     for vocabulary in (8192, 16_384, 32_768, 65_536):
         changed = sizes.with_(vocabulary=vocabulary, steps=3)
-        peak = peak_bytes("stage2", changed)["peak_bytes"]
-        # Weight, its gradient, both moments, and the fused head's own sum of gradients.
-        embedding = 4 * vocabulary * sizes.hidden * 5
+        peak = last_step("stage2", changed)["peak_bytes"]
+        # The peak is the head's backward pass: the embedding's weight, both moments, and the sum of
+        # gradients that the head works in; the gradient as an input embedding comes later.
+        embedding = 4 * vocabulary * sizes.hidden * 4
         points.append(
             {
                 "vocabulary": vocabulary,
@@ -213,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     sizes = Sizes.of(arguments)
-    if arguments.peak:
-        print(json.dumps(measure_peak(arguments.peak, sizes)))
+    if arguments.last_step:
+        print(json.dumps(measure_last_step(arguments.last_step, sizes)))
         return 0
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -226,9 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     parts["memory"] = lambda folder: _memory(sizes)
     parts["vocabulary"] = lambda folder: vocabulary_curve(sizes)
+    parts["alone"] = lambda folder: _alone(arguments.trainers, sizes)
     parts["store"] = lambda folder: _store(arguments.trajectories, folder)
     for name, part in parts.items():
-        if arguments.only and name not in arguments.only:
+        if name not in (arguments.only or set(parts) - {"alone"}):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             result[name] = part(Path(scratch))
@@ -239,12 +257,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _memory(sizes: Sizes) -> dict[str, Any]:
     short = sizes.with_(steps=3)
-    ours, theirs = (peak_bytes(name, short)["peak_bytes"] for name in ("stage2", "trl_sft"))
+    ours, theirs = (last_step(name, short)["peak_bytes"] for name in ("stage2", "trl_sft"))
     return {
         "stage2_mb": round(ours / 1e6, 1),
         "trl_sft_mb": round(theirs / 1e6, 1),
         "ratio": round(ours / theirs, 4),
     }
+
+
+def _alone(names: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """Each trainer in a process of its own, beside the memory that `rivet plan` expects of ours."""
+    result: dict[str, Any] = {"planned_mb": round(sizes.planned_peak() / 1e6, 1)}
+    tokens = sizes.last_step_tokens()
+    for name in names:
+        took = last_step(name, sizes)
+        result[name] = {
+            "peak_mb": round(took["peak_bytes"] / 1e6, 1),
+            "imports_mb": round(took["baseline_bytes"] / 1e6, 1),
+            "cpu_s": round(took["cpu_s"], 3),
+            "wall_s": round(took["wall_s"], 3),
+            "tokens_per_s": round(tokens / took["wall_s"], 1),
+        }
+    return result
 
 
 def _store(count: int, folder: Path) -> dict[str, Any]:
@@ -255,11 +289,19 @@ def _store(count: int, folder: Path) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make bench-train", description=__doc__)
+    parts = ", ".join([*PAIRS, "memory", "vocabulary", "store", "alone"])
     parser.add_argument(
-        "--only", nargs="*", default=[], help="parts: " + ", ".join([*PAIRS, "memory", "store"])
+        "--only", nargs="*", default=[], help=f"parts, all but the last by default: {parts}"
+    )
+    parser.add_argument(
+        "--trainers",
+        nargs="*",
+        choices=BUILDERS,
+        default=["stage2", "stage1", "trl_sft", "trl_grpo"],
+        help="of the part `alone`, each in a process of its own",
     )
     parser.add_argument("--trajectories", type=int, default=100_000, help="of the store part")
-    parser.add_argument("--peak", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--last-step", default="", help=argparse.SUPPRESS)
     Sizes.add_arguments(parser)
     return parser
 

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from data.problems import Problem
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import ExpertCall, Segment, Trajectory
+from stages.plan_memory import PUBLISHED, Step, memory, shape_of_config
 from stages.stage1.config import Stage1Config
 from stages.stage1.rollouts import Asked, StepRollouts
 from stages.stage1.trainer import Stage1Trainer
@@ -35,7 +37,19 @@ Builder = Callable[["Sizes", Path, Sequence[TrainerCallback]], Trainer]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Model and data of a benchmark; the defaults are a model of 27 million parameters."""
+    """Model and data of a benchmark; the defaults are a model of 27 million parameters.
+
+    Attributes:
+        shape: A published model, such as `qwen3-1.7b`, in the place of the first four sizes.
+        hidden, layers, mlp, vocabulary: Widths and depth of a Qwen3.
+        rows, steps: Rows of a step, and steps.
+        prompt, shortest, longest: Tokens of every prompt, and bounds of the completions'.
+        dtype: Of the weights; on a GPU `bfloat16` computes in it too, by autocast as the stages do.
+        lora_r: Rank of an adapter; 0 trains everything.
+        checkpointing: 1 recomputes activations.
+    """
+
+    shape: str = ""
 
     hidden: int = 512
     layers: int = 6
@@ -47,6 +61,8 @@ class Sizes:
     longest: int = 384
     steps: int = 9
     dtype: str = "float32"
+    lora_r: int = 0
+    checkpointing: int = 0
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -71,7 +87,8 @@ class Sizes:
     def described(self) -> dict[str, Any]:
         """For the report: the sizes, and the number of parameters."""
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in Qwen3ForCausalLM(self._config()).parameters())
+            model = AutoModelForCausalLM.from_config(self._config())
+        parameters = sum(p.numel() for p in model.parameters())
         return {**asdict(self), "parameters": parameters}
 
     def lengths(self) -> np.ndarray:
@@ -84,7 +101,47 @@ class Sizes:
         """Completion tokens of the largest step."""
         return int(self.lengths().reshape(self.steps, self.rows).sum(1).max())
 
-    def _config(self) -> Qwen3Config:
+    @property
+    def group(self) -> int:
+        """Trajectories of a problem."""
+        return min(_GROUP, self.rows)
+
+    def last_step_tokens(self) -> int:
+        """Tokens of the rows of the last step, without padding."""
+        return int(self.lengths()[-self.rows :].sum()) + self.rows * self.prompt
+
+    def planned_peak(self) -> float:
+        """Bytes that `rivet plan` expects a step of our trainers to take."""
+        is_bf16 = self.dtype == "bfloat16"
+        length = self.prompt + int(self.lengths()[-self.rows :].max())
+        step = Step(
+            tokens=self.rows * length,
+            scored=self.last_step_tokens() - self.rows * self.prompt,
+            lora_r=self.lora_r,
+            has_checkpointing=bool(self.checkpointing),
+            precision="bf16" if is_bf16 else "fp32",
+            weight_bytes=2 if is_bf16 else 4,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            length=length,
+        )
+        return memory(shape_of_config(self.shape, self._config()), step).peak
+
+    def adapter(self) -> LoraConfig | None:
+        """As a stage makes it."""
+        if not self.lora_r:
+            return None
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=2 * self.lora_r,
+            target_modules="all-linear",
+            exclude_modules=["lm_head"],
+            task_type="CAUSAL_LM",
+        )
+
+    def _config(self) -> Any:
+        if self.shape:
+            values = dict(PUBLISHED[self.shape])
+            return AutoConfig.for_model(values.pop("model_type"), **values)
         return Qwen3Config(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -100,10 +157,10 @@ class Sizes:
             pad_token_id=0,
         )
 
-    def model(self) -> Qwen3ForCausalLM:
-        """A random model."""
+    def model(self) -> Any:
+        """A random model, made in its number format: in float32 a large one would not fit."""
         torch.manual_seed(0)
-        return Qwen3ForCausalLM(self._config()).to(getattr(torch, self.dtype))
+        return AutoModelForCausalLM.from_config(self._config(), dtype=getattr(torch, self.dtype))
 
 
 def tokenizer() -> ProtocolTokenizer:
@@ -131,8 +188,8 @@ def _arguments(sizes: Sizes, folder: Path, **more: Any) -> dict[str, Any]:
         "max_steps": sizes.steps,
         "per_device_train_batch_size": sizes.rows,
         "learning_rate": 1e-5,
-        "bf16": False,
-        "gradient_checkpointing": False,
+        "bf16": sizes.dtype == "bfloat16" and torch.cuda.is_available(),
+        "gradient_checkpointing": bool(sizes.checkpointing),
         "report_to": "none",
         "save_strategy": "no",
         "logging_steps": 1000,
@@ -167,6 +224,7 @@ def stage2(
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer().hf,
         callbacks=callbacks,
+        peft_config=sizes.adapter(),
     )
 
 
@@ -187,6 +245,7 @@ def trl_sft(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) ->
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": labels}),
         processing_class=tokenizer().hf,
         callbacks=list(callbacks),
+        peft_config=sizes.adapter(),
     )
 
 
@@ -237,12 +296,15 @@ def stage1(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) -> 
         ) -> list[list[list[Trajectory]]]:
             return [[self.sample(choices[0])] for choices in groups]
 
-    per_step = sizes.rows // _GROUP
+    per_step = sizes.rows // sizes.group
     return Stage1Trainer(
         model=sizes.model(),
         args=Stage1Config(
             model="random",
-            num_generations=_GROUP,
+            num_generations=sizes.group,
+            use_peft=bool(sizes.lora_r),
+            lora_r=max(sizes.lora_r, 1),
+            lora_alpha=2 * max(sizes.lora_r, 1),
             expert_loss="paper",  # every token of the completion is trained, as TRL does
             max_completion_length=sizes.longest,
             **_arguments(sizes, folder),
@@ -271,13 +333,13 @@ def trl_grpo(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) -
     def reward(completions: list[Any], **_: Any) -> list[float | None]:
         return [float(n % 2) for n in range(len(completions))]
 
-    count = sizes.rows // _GROUP * sizes.steps
+    count = sizes.rows // sizes.group * sizes.steps
     prompts = [[{"role": "user", "content": str(n)}] for n in range(count)]
     return GRPOTrainer(
         model=sizes.model(),
         reward_funcs=[reward],
         args=GRPOConfig(
-            num_generations=_GROUP,
+            num_generations=sizes.group,
             max_completion_length=sizes.longest,
             shuffle_dataset=False,
             **_arguments(sizes, folder),
@@ -286,6 +348,7 @@ def trl_grpo(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) -
         processing_class=tokenizer().hf,
         rollout_func=rollout,
         callbacks=list(callbacks),
+        peft_config=sizes.adapter(),
     )
 
 

@@ -102,10 +102,15 @@ def shape_of(model: str) -> Shape:
             )
         values = dict(PUBLISHED[known[0]])
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-    return _measured(model, config)
+    return shape_of_config(model, config)
 
 
-def _measured(name: str, config: Any) -> Shape:
+def shape_of_config(name: str, config: Any) -> Shape:
+    """The shape of a model's configuration.
+
+    Raises:
+        PlanError: The architecture is none that is accounted for.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
