@@ -48,6 +48,11 @@ PANELS = (
         "Log-likelihood by author, nats per token", ("controller/logp", "expert/logp", "route/logp")
     ),
     Panel("Entropy by author, nats", ("controller/entropy", "expert/entropy", "route/entropy")),
+    Panel(
+        "Share of the gradient on tokens with p < 0.01, by author",
+        ("controller/rare_gradient", "expert/rare_gradient", "route/rare_gradient"),
+        "share",
+    ),
     Panel("Entropy, nats", ("entropy",), unless="controller/entropy"),
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Infrastructure faults", ("rollout/fault_rate",), "rare"),
@@ -98,13 +103,17 @@ def outcome_chart(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def curve_panels(metrics: Mapping[str, Metrics]) -> str:
-    """Every panel that has data, stage by stage."""
+    """Every panel that has data, stage by stage; where an alarm went off, each is marked."""
     parts = []
     for stage, lines in metrics.items():
         charts = {panel.title: _panel(panel, lines) for panel in PANELS}
         cards = _cards(charts)
         if cards:
-            parts.append(f'<h3 class="part">{escape(stage)}</h3>{cards}')
+            notes = "".join(
+                f'<p class="note alarm">Alarm at step {step:g} (dashed): {escape(reason)}.</p>'
+                for step, reason in _alarms(lines)
+            )
+            parts.append(f'<h3 class="part">{escape(stage)}</h3>{notes}{cards}')
     return "".join(parts)
 
 
@@ -206,7 +215,16 @@ def _panel(panel: Panel, lines: Metrics) -> str:
     is_share = panel.kind != "value" and all(
         -1e-9 <= y <= 1 + 1e-9 for points in series.values() for _, y in points
     )
-    return line_chart(series, label=panel.title, is_share=is_share)
+    return line_chart(series, label=panel.title, is_share=is_share, marks=_alarms(lines))
+
+
+def _alarms(lines: Metrics) -> list[tuple[float, str]]:
+    """Steps at which an alarm went off, and why."""
+    return [
+        (float(line["step"]), line["alarm"])
+        for line in lines
+        if isinstance(line.get("alarm"), str) and isinstance(line.get("step"), (int, float))
+    ]
 
 
 def _names(wanted: str, lines: Metrics) -> list[str]:

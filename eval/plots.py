@@ -54,7 +54,12 @@ class _Frame:
 
 
 def line_chart(
-    series: Mapping[str, Points], *, label: str, is_share: bool = False, x_label: str = "step"
+    series: Mapping[str, Points],
+    *,
+    label: str,
+    is_share: bool = False,
+    x_label: str = "step",
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Lines over steps: each value faint, their moving average bold, with a legend.
 
@@ -64,6 +69,7 @@ def line_chart(
         label: What the chart shows, for screen readers.
         is_share: Draw on a 0 to 100% axis.
         x_label: Name of the x axis.
+        marks: Vertical lines: x, and what happened there.
     """
     clean = {
         name: binned([(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)])
@@ -74,6 +80,7 @@ def line_chart(
         return ""
     frame = _frame(clean, is_share)
     body = [_axes(frame, is_share, x_label)]
+    body += [_mark(frame, x, what) for x, what in marks if frame.x0 <= x <= frame.x1]
     for n, (name, points) in enumerate(clean.items()):
         color = n % PALETTE
         smooth = moving_average(points)
@@ -260,6 +267,14 @@ def _percent_grid(at: object, top: float, bottom: float) -> str:
 
 def _path(frame: _Frame, points: Points) -> str:
     return "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _mark(frame: _Frame, x: float, what: str) -> str:
+    at = frame.x(x)
+    return (
+        f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
+        f"<title>step {x:g}: {escape(what)}</title></line>"
+    )
 
 
 def _point(frame: _Frame, name: str, x: float, y: float, color: int, is_share: bool) -> str:

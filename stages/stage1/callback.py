@@ -45,6 +45,7 @@ class Stage1Callback(RunCallback):
     ) -> None:
         super().__init__(run, stop, _SHOWN)
         self.collapse: str | None = None
+        self._is_alarmed = False
         self._watch = watch
         self._alarm = alarm
 
@@ -53,6 +54,9 @@ class Stage1Callback(RunCallback):
     ) -> None:
         """Every process logs the same means, so all of them stop at the same step."""
         reason = None if self._alarm == "off" else self._watch.update(metrics)
+        if reason and not self._is_alarmed:  # where it began; a warning comes again at each step
+            self._run.append_metrics({"step": state.global_step, "alarm": reason})
+        self._is_alarmed = reason is not None
         if reason and self._alarm == "warn":
             logger.warning("collapse: %s", reason)
         elif reason:

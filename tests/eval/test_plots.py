@@ -130,6 +130,18 @@ def test_panels_show_what_was_measured_and_nothing_else() -> None:
     assert "Infrastructure faults" in curve_panels({"stage1": faulted})
 
 
+def test_the_step_of_an_alarm_is_marked_in_every_panel_of_its_stage() -> None:
+    lines = [{"step": n, "expert/logp": -float(n), "expert/rare_gradient": 0.1} for n in range(9)]
+    alarm = {"step": 6, "alarm": "expert text costs <more>"}
+    html = curve_panels({"stage1": [*lines, alarm], "stage2": [{"step": 1, "loss": 1.0}]})
+    assert "Alarm at step 6 (dashed): expert text costs &lt;more&gt;." in html
+    charts = re.findall(r"<svg.*?</svg>", html)
+    assert [svg.count('class="mark"') for svg in charts] == [1, 1, 0]
+    # Where step 6 is, between the frame's left side at step 0 and its right side at step 8.
+    (mark,) = (e for e in svg_of(charts[0]).findall("line") if e.get("class") == "mark")
+    assert mark.get("x1") == mark.get("x2") == "301.5"
+
+
 def test_phases_add_up_and_results_without_intervals_are_drawn() -> None:
     table = phase_table(
         [{"name": "a", "wall_s": 1.5, "cpu_s": 3.0}, {"name": "b", "wall_s": 2, "cpu_s": 0}]

@@ -225,11 +225,16 @@ def malformed(asked: Asked) -> Trajectory:
     return replace(t, well_formed=asked.step < 3, malformed_reason="x")
 
 
+def alarms(folder: Path) -> list[int]:
+    return [line["step"] for line in RunDir.load(folder).metrics() if "alarm" in line]
+
+
 def test_a_collapse_stops_the_run_and_says_why(tmp_path: Path) -> None:
     source = ScriptedSource(malformed)
     with pytest.raises(CollapseError, match=r"step 7: only 0% of the rollouts are well formed"):
         run(tmp_path / "run", source, max_steps=9)
     assert source.steps == list(range(1, 8))  # 5 bad steps in a row
+    assert alarms(tmp_path / "run") == [7]
     assert (tmp_path / "run" / "collapsed" / "model.safetensors").is_file()
     assert not (tmp_path / "run" / "checkpoint").exists()
     assert not RunDir.load(tmp_path / "run").is_finished
@@ -242,6 +247,7 @@ def test_a_collapse_is_borne_if_asked(
     run(tmp_path / "run", ScriptedSource(malformed), max_steps=8, collapse_alarm=alarm)
     assert RunDir.load(tmp_path / "run").is_finished
     assert ("collapse:" in caplog.text) == (alarm == "warn")
+    assert alarms(tmp_path / "run") == ([7] if alarm == "warn" else [])  # where it began
 
 
 def test_a_fault_storm_aborts_and_the_step_is_sampled_again_later(tmp_path: Path) -> None:
