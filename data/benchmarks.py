@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data import hub
 from data.problems import FILE_ENDINGS, LETTERS, Problem, lettered, load_problems
 
 logger = logging.getLogger(__name__)
@@ -205,11 +206,8 @@ def load_benchmark(
             f"{name} is a suite of {', '.join(SUITES[_known(name)])}; expected one benchmark"
         )
     if data_dir is None:
-        from data.hub import load_rows
-
         problems = [
-            _from_hub(benchmark, row, number)
-            for number, row in enumerate(load_rows(benchmark), start=1)
+            _from_hub(benchmark, row, number) for number, row in enumerate(_rows(benchmark), 1)
         ]
     else:
         path = find_file(benchmark.name, data_dir)
@@ -297,6 +295,19 @@ def _canonical(benchmark: Benchmark, problem: Problem, choices_seed: int) -> Pro
         source=benchmark.name,
         meta=meta,
     )
+
+
+def _rows(benchmark: Benchmark) -> Sequence[Mapping[str, Any]]:
+    try:
+        return hub.load_rows(benchmark.hub, benchmark.config, benchmark.split)
+    except hub.HubError as error:
+        asks = error.is_refused and benchmark.is_gated
+        login = "; accept its conditions on its page and log in with `hf auth login`"
+        raise BenchmarkError(
+            f"{benchmark.name}: {error}{login if asks else ''}. Without a network, give a folder "
+            f"that holds {benchmark.files[0]}.jsonl (--data_dir), or fill the cache on a machine "
+            f"that has one: `rivet benchmarks {benchmark.name}`"
+        ) from error
 
 
 def _from_hub(benchmark: Benchmark, row: Mapping[str, Any], number: int) -> Problem:

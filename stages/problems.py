@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.benchmarks import expand, is_known, load_benchmark
 from data.decontamination import Contamination, normalized
+from data.hub import HubError, load_rows
 from data.problems import Problem, load_problems
 from eval.grade import gold_faults
 from rivet.config import parse_config
@@ -99,17 +100,11 @@ def _read(config: ProblemsConfig) -> Iterator[Problem]:
     if Path(config.source).is_file():
         yield from load_problems(config.source)
         return
-    from datasets import load_dataset
-
     try:
-        rows: Sequence[Mapping[str, Any]] = load_dataset(
-            config.source, config.subset, split=config.split
-        )
-    except (OSError, ValueError) as error:  # DatasetNotFoundError and its like are of these
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        rows = load_rows(config.source, config.subset, config.split)
+    except HubError as error:
         raise ProblemsError(
-            f"{config.source}: cannot be loaded ({why}); expected a file, or a data set of the "
-            "Hub that is in reach or in its cache"
+            f"{error}; expected a file, or a data set of the Hub that is in reach or in its cache"
         ) from error
     name = config.source.rpartition("/")[2].lower()
     for number, row in enumerate(rows, start=1):

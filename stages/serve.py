@@ -83,7 +83,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         from rivet.serving.run import is_loopback
-        from stages.solve import faults_of_urls
+        from stages.solve_config import faults_of_urls
 
         faults = faults_of_urls(self.vllm)
         if not 0 <= self.port <= 65535:
@@ -131,7 +131,7 @@ def run(config: ServeConfig) -> None:
     from rivet.async_solver import AsyncSolver
     from rivet.hub import local_checkpoint
     from rivet.serving.run import serve
-    from stages.solve import check_device
+    from stages.solve_config import check_device
 
     check_device(config.device)
     transformers_logging.disable_progress_bar()

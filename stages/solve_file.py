@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rivet.async_solver import ProblemError
 from rivet.files import explain_full_disk
 from rivet.hub import local_checkpoint
-from stages.solve import SolveConfig, as_json, open_solver, vote_as_json
+from stages.solve_config import SolveConfig, as_json, open_solver, vote_as_json
 
 if TYPE_CHECKING:
     from rivet.solver import Solution, Solver

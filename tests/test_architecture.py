@@ -33,7 +33,7 @@ CONFIGS = {
     "stage2": "stages.stage2.config:Stage2Config",
     "eval": "eval.main:EvalConfig",
     "export": "stages.export:ExportConfig",
-    "solve": "stages.solve:SolveConfig",
+    "solve": "stages.solve_config:SolveConfig",
     "serve": "stages.serve:ServeConfig",
     "demo": "stages.demo:DemoConfig",
     "study": "stages.study:StudyConfig",

@@ -111,7 +111,7 @@ def write_copy(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", sorted(LOCAL))
 def test_the_hub_and_a_folder_give_the_same_problems(name, tmp_path, monkeypatch) -> None:
     write_copy(tmp_path, name, LOCAL[name])
-    monkeypatch.setattr(data.hub, "load_rows", lambda benchmark: HUB[benchmark.name])
+    monkeypatch.setattr(data.hub, "load_rows", lambda *_: HUB[name])
     local, hub = load_benchmark(name, tmp_path), load_benchmark(name)
     for here, there in zip(local, hub, strict=True):
         assert (here.id, here.problem, here.answer, here.kind, here.source) == (
@@ -203,7 +203,7 @@ def test_what_a_folder_lacks_is_named_with_what_it_has(tmp_path) -> None:
 
 
 def test_columns_that_have_changed_and_doubled_problems_are_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(data.hub, "load_rows", lambda benchmark: [{"text": "?", "answer": "1"}])
+    monkeypatch.setattr(data.hub, "load_rows", lambda *_: [{"text": "?", "answer": "1"}])
     with pytest.raises(BenchmarkError, match="row 1: 'problem' is missing or empty.*found text"):
         load_benchmark("hmmt-feb-2025")
     write_copy(

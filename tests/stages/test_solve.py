@@ -17,7 +17,7 @@ from rivet.pieces import Piece
 from rivet.solver import Solution, Solver
 from rivet.trajectory import CodeRun, Segment, Trajectory
 from rivet.voting import Party
-from stages import solve
+from stages import solve, solve_config
 from stages.solve import as_text, printable
 from stages.solve_file import SolveFileError
 
@@ -158,8 +158,8 @@ def test_a_wrong_request_is_refused(argv: list[str], message: str, capsys: Any) 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
-    solve.check_device(None)
-    solve.check_device("cpu")
+    solve_config.check_device(None)
+    solve_config.check_device("cpu")
     with pytest.raises(ConfigError, match=f"device: '{device}' cannot be used here"):
         solve.main(["c", "p", "--device", device])
 
