@@ -89,7 +89,10 @@ class Sizes:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._config())
         parameters = sum(p.numel() for p in model.parameters())
-        return {**asdict(self), "parameters": parameters}
+        replaced = ("hidden", "layers", "mlp", "vocabulary") if self.shape else ("shape",)
+        return {k: v for k, v in asdict(self).items() if k not in replaced} | {
+            "parameters": parameters
+        }
 
     def lengths(self) -> np.ndarray:
         """Completion lengths of every row of the run: many short ones, few long, (steps*rows,)."""
