@@ -26,6 +26,7 @@ from data.problems import Problem
 from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
 from eval.generate import SampleSpec, sample
+from eval.latent import OpenedLatent, check_latent, open_latent
 from eval.problem_sets import MiniWorldSplit, load_problem_sets
 from eval.ray_shards import listed_experts, open_actors
 from eval.ray_worker import RuntimeSpec, backend_settings
@@ -95,6 +96,13 @@ class EvalConfig(BackendSettings):
     )
     experts: str = _setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
+    )
+    expert_paths: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Where a latent policy's frozen experts lie now, by name; empty: where its "
+            "config.json says."
+        },
     )
     samples_per_problem: int = _setting(1, "k: samples of each problem, at least 1.")
     temperature: float = _setting(0.0, "Sampling temperature, at least 0; 0 is greedy.")
@@ -196,7 +204,7 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
         raise EvalError(
             "model is not set; expected a checkpoint folder, such as --model RUN/checkpoint"
         )
-    if "experts" in config.conditions and experts is None and config.experts == "embedded":
+    if consults(config) and experts is None and config.experts == "embedded":
         raise EvalError(
             "condition `experts` needs experts: give an experts.yaml, leave the condition out, or "
             "use `rivet eval`, which serves the embedded ones"
@@ -215,7 +223,7 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
                 rows = asyncio.run(
                     _evaluate(config, checkpoint, experts, problems, competent, output)
                 )
-        comparisons = _compare_conditions(config, output)
+        comparisons = _compare_conditions(config, checkpoint, output)
         results = {"rows": rows, "comparisons": comparisons}
         folder.write_json("results.json", results)
         folder.finish({"rows": [{name: row[name] for name in _ROW} for row in rows]})
@@ -236,7 +244,7 @@ def main(
     config = parse_config(EvalConfig, argv, prog="rivet eval", description=_DESCRIPTION).config
     with ExitStack() as stack:
         experts = None
-        if open_experts is not None and "experts" in config.conditions:
+        if open_experts is not None and consults(config):
             experts = stack.enter_context(open_experts(config.experts))
         results = run(config, experts=experts)
     print(markdown_table(results["rows"]))
@@ -246,15 +254,34 @@ def main(
     return 0
 
 
+def consults(config: EvalConfig) -> bool:
+    """Whether experts that answer in text are needed; a latent policy names its own.
+
+    Raises:
+        CheckpointError: The model cannot be found.
+    """
+    from rivet.latent.policy import is_latent
+
+    return "experts" in config.conditions and not is_latent(find_model(config.model))
+
+
 def open_checkpoint(config: EvalConfig, experts: Experts | None = None) -> OpenedCheckpoint:
     """Find and check the model, short of its weights; one without rivet.json is a pretrained one.
 
     Raises:
+        EvalError, LatentEvalError: The conditions or settings are not this kind of model's.
+        rivet.latent.experts.ExpertError: It needs an expert that is not there.
         CheckpointError, SettingsError: It is no checkpoint.
         rivet.tokenization.TokenizerError: It has no chat template, or one without use here.
         rivet.experts.config.ExpertsFileError: The experts file is broken.
     """
+    from rivet.latent.policy import is_latent
+
     folder = find_model(config.model)
+    if is_latent(folder):
+        return check_latent(folder, config)
+    if config.expert_paths:
+        raise EvalError("expert_paths: only a latent policy has frozen experts; expected none")
     opened = check_checkpoint(folder, default=ProtocolSettings())
     if "experts" in config.conditions:
         cards = expert_cards(experts or config.experts)  # reads the file, whoever needs the cards
@@ -288,18 +315,19 @@ async def _evaluate(
     async with AsyncExitStack() as stack:
         if close := getattr(experts, "aclose", None):
             stack.push_async_callback(close)  # its connections belong to this event loop
-        runtime = await stack.enter_async_context(
-            open_runtime(
-                checkpoint,
-                experts=(experts or config.experts) if "experts" in config.conditions else None,
-                max_completion_length=config.max_completion_length,
-                max_batch=config.batch_size,
-                grading=config.grading,
-                dtype=config.dtype,
-                run_dir=output,
-                sampler=config,
-            )
-        )
+        common: dict[str, Any] = {
+            "max_completion_length": config.max_completion_length,
+            "max_batch": config.batch_size,
+            "grading": config.grading,
+            "dtype": config.dtype,
+            "run_dir": output,
+        }
+        if isinstance(checkpoint, OpenedLatent):
+            opener = open_latent(checkpoint, problems, **common)
+        else:
+            told = (experts or config.experts) if "experts" in config.conditions else None
+            opener = open_runtime(checkpoint, experts=told, sampler=config, **common)
+        runtime = await stack.enter_async_context(opener)
         return [
             await _evaluate_condition(config, runtime, problems, competent, mode, output / mode)
             for mode in config.conditions
@@ -383,16 +411,22 @@ def _finish_condition(
     return row
 
 
-def _compare_conditions(config: EvalConfig, output: Path) -> list[dict[str, Any]]:
-    """The expert-removal gap, where both of its conditions were evaluated."""
-    if not {"experts", "local"} <= set(config.conditions):
+def _compare_conditions(
+    config: EvalConfig, checkpoint: OpenedCheckpoint, output: Path
+) -> list[dict[str, Any]]:
+    """What is lost without experts, where both of its conditions were evaluated."""
+    removed = "no-expert" if isinstance(checkpoint, OpenedLatent) else "local"
+    if not {"experts", removed} <= set(config.conditions):
         return []
-    return [compare(read_condition(output / "experts"), read_condition(output / "local"))]
+    return [compare(read_condition(output / "experts"), read_condition(output / removed))]
 
 
 _DESCRIPTION = "Evaluate a checkpoint with experts, without them, and under ablated conditions."
 # Settings that change how a run goes on, but no row of it.
-_NO_RESULT = (*"batch_size shard_size max_attempts max_fault_rate label ray".split(), *MAY_CHANGE)
+_NO_RESULT = (
+    *"batch_size shard_size max_attempts max_fault_rate label ray expert_paths".split(),
+    *MAY_CHANGE,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

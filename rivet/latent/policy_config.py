@@ -15,7 +15,8 @@ class LatentPolicyConfig(PretrainedConfig):
         text_config: That of the language model, or its dictionary.
         adapter: Fields of `AdapterSettings`; None is a policy without experts.
         placeholder_id: Token whose embedding is replaced.
-        experts: Whom it listens to: name, path, revision, fingerprint, layers, last_k, reading.
+        experts: Whom it listens to: name, path, revision, fingerprint, layers, last_k, dtype,
+            reading; `is_heard` is false where the expert was masked in training.
     """
 
     model_type = "rivet_latent"

@@ -10,45 +10,49 @@ from transformers import PreTrainedModel
 
 from rivet.latent.policy import PLACEHOLDER
 from rivet.prompts import PromptBuilder
+from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
+from rivet.trajectory import Mode
 
 
-class LatentPrompts:
+class LatentPrompts(PromptBuilder):
     """Builds prompts with placeholders behind the problem, [x || C].
 
     The problem's text is encoded as foreign text, so it cannot hold a placeholder.
 
     Args:
-        prompts: Builds the prompt around it.
+        tokenizer: The policy's.
+        settings: How the policy is asked.
         placeholder_id: Token of the policy's vocabulary that stands for a context token.
         num_context_tokens: K; 0 for a policy without experts.
     """
 
     def __init__(
-        self, prompts: PromptBuilder, placeholder_id: int, num_context_tokens: int
+        self,
+        tokenizer: ProtocolTokenizer,
+        settings: ProtocolSettings,
+        placeholder_id: int,
+        num_context_tokens: int,
     ) -> None:
-        self._prompts = prompts
+        super().__init__(tokenizer, settings)
         self._context = [placeholder_id] * num_context_tokens
-
-    @property
-    def tokenizer(self) -> ProtocolTokenizer:
-        """The policy's tokenizer."""
-        return self._prompts.tokenizer
 
     @property
     def context(self) -> list[int]:
         """The K placeholders."""
         return list(self._context)
 
-    def build(self, problem: str, context: Sequence[int] | None = None) -> tuple[int, ...]:
+    def build(
+        self, problem: str, mode: Mode = "plain", context: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """Prompt ids of a problem, shape (P,).
 
         Args:
             problem: Its statement, untrusted.
+            mode: Makes no difference: what is heard changes with the condition, not what is asked.
             context: Tokens in the place of the placeholders; None puts the placeholders there.
         """
-        tokens = self._context if context is None else context
-        return self._prompts.build(problem, "plain", context=tokens)
+        return super().build(problem, "plain", self._context if context is None else context)
 
 
 def add_placeholder(tokenizer: ProtocolTokenizer) -> tuple[ProtocolTokenizer, int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from rivet.latent.policy import LatentPolicy
 from rivet.latent.scoring import last_token, positions_of
 from rivet.latent.states import ExpertStates
+from rivet.rollout.sampling import truncate
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ def sample(
     max_new_tokens: int,
     eos_ids: Collection[int],
     temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> list[Sample]:
     """Sample completions.
 
@@ -80,6 +83,8 @@ def sample(
         max_new_tokens: Most tokens of a completion.
         eos_ids: Tokens that end one.
         temperature: Above 0.
+        top_k: Sample from the k most likely tokens only; 0 from all.
+        top_p: Nucleus mass in (0, 1].
 
     Returns:
         R samples, in order.
@@ -104,7 +109,10 @@ def sample(
     done = torch.zeros(len(index), dtype=torch.bool, device=device)
     tokens, logps, alive = [], [], []
     for t in range(max_new_tokens):
-        distribution = (policy.lm_head(hidden).float() / temperature).log_softmax(-1)  # (R, V)
+        scores = policy.lm_head(hidden).float() / temperature  # (R, V)
+        if top_k > 0 or top_p < 1:
+            scores = truncate(scores, top_k, top_p)
+        distribution = scores.log_softmax(-1)
         chosen = _choose(distribution, None if noise is None else noise[:, t])
         tokens.append(chosen)
         logps.append(distribution.gather(-1, chosen[:, None])[:, 0])

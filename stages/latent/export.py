@@ -26,9 +26,8 @@ from safetensors.torch import load_file, save_file
 from rivet.checkpoints import load_tokenizer
 from rivet.files import atomic_folder, atomic_write_text
 from rivet.latent.policy import LatentPolicy, load_policy
-from rivet.latent.prompts import LatentPrompts, add_placeholder
+from rivet.latent.prompts import LatentPrompts
 from rivet.latent.sampling import pad_left
-from rivet.prompts import PromptBuilder
 from rivet.settings import ProtocolSettings
 
 logger = logging.getLogger(__name__)
@@ -132,9 +131,8 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def probe(folder: Path) -> dict[str, torch.Tensor]:
     """Logits of some prompts with made-up expert states, which need no expert."""
     policy, tokenizer = load_policy(folder), load_tokenizer(folder)
-    placeholder = add_placeholder(tokenizer)[1]
-    builder = PromptBuilder(tokenizer, ProtocolSettings.load(folder))
-    prompts = LatentPrompts(builder, placeholder, policy.config.num_context_tokens)
+    config, settings = policy.config, ProtocolSettings.load(folder)
+    prompts = LatentPrompts(tokenizer, settings, config.placeholder_id, config.num_context_tokens)
     ids, mask = pad_left([prompts.build(text) for text in PROBES], 0)
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     adapter = policy.config.adapter

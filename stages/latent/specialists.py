@@ -157,7 +157,7 @@ def policy_rows(
             context = listening.context
             at = generator.randrange(max(len(context) - len(hint), 0) + 1)
             context[at : at + len(hint)] = hint
-            prompt = listening.build(problem.problem, context)
+            prompt = listening.build(problem.problem, context=context)
         rows.append((prompt, answer_ids(listening, answer)))
     generator.shuffle(rows)
     return rows

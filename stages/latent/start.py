@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from rivet.latent.cache import read_states
 from rivet.latent.experts import FrozenExpert
 from rivet.latent.policy import LatentPolicy
 from rivet.latent.prompts import LatentPrompts, add_placeholder, fit_embeddings
-from rivet.prompts import PromptBuilder
-from rivet.rollout.types import RolloutLimits
 from rivet.settings import FILE_NAME, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
 from stages.latent.config import LatentConfig
@@ -116,14 +114,13 @@ def load_start(config: LatentConfig, data: Data) -> Start:
     tokenizer, placeholder = add_placeholder(tokenizer)
     tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
     has_settings = (Path(data.policy) / FILE_NAME).is_file()
-    length = config.max_completion_length or 64
     settings = (
         ProtocolSettings.load(data.policy)
         if has_settings
-        else ProtocolSettings(
-            prompt=config.prompt, limits=RolloutLimits(max_completion_length=length)
-        )
+        else ProtocolSettings(prompt=config.prompt)
     )
+    length = config.max_completion_length or 64
+    settings = replace(settings, limits=replace(settings.limits, max_completion_length=length))
     given = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
     causal: Any = AutoModelForCausalLM.from_pretrained(data.policy, **{"dtype": "float32", **given})
     fit_embeddings(causal, len(tokenizer.hf))
@@ -133,13 +130,13 @@ def load_start(config: LatentConfig, data: Data) -> Start:
         causal,
         placeholder_id=placeholder,
         adapter=_adapter(config, data.experts, causal.config.get_text_config().hidden_size),
-        experts=[describe(expert) for expert in data.experts],
+        experts=[
+            describe(e) | {"is_heard": config.expert in ("", e.spec.name)} for e in data.experts
+        ],
         seed=config.seed,
     )
     torch.nn.Module.to(policy, config.device)
-    prompts = LatentPrompts(
-        PromptBuilder(tokenizer, settings), placeholder, policy.config.num_context_tokens
-    )
+    prompts = LatentPrompts(tokenizer, settings, placeholder, policy.config.num_context_tokens)
     return Start(policy, tokenizer, settings, prompts)
 
 

@@ -24,7 +24,6 @@ from data.problems import Problem, load_problems
 from rivet.files import atomic_folder, atomic_write_json, atomic_write_text
 from rivet.latent.experts import ExpertSpec, FrozenExpert, Reading, weights_digest
 from rivet.latent.prompts import LatentPrompts, add_placeholder
-from rivet.prompts import PromptBuilder
 from rivet.rollout.types import RolloutLimits
 from rivet.settings import ProtocolSettings
 from stages.latent.specialists import (
@@ -227,9 +226,8 @@ def _policy(world: World, splits: dict[str, list[Problem]]) -> dict[str, Any]:
         settings = ProtocolSettings(
             prompt="bare", after_tag="", limits=RolloutLimits(max_completion_length=8)
         )
-        builder = PromptBuilder(tokenizer, settings)
-        plain = LatentPrompts(builder, placeholder, 0)
-        listening = LatentPrompts(builder, placeholder, s.num_context_tokens)
+        plain = LatentPrompts(tokenizer, settings, placeholder, 0)
+        listening = LatentPrompts(tokenizer, settings, placeholder, s.num_context_tokens)
         model = build_model(tokenizer, seed=s.seed, num_hidden_layers=2)
         fit(
             model,

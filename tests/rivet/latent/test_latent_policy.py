@@ -22,7 +22,6 @@ from rivet.latent.prompts import LatentPrompts
 from rivet.latent.sampling import pad_left, pad_right, sample
 from rivet.latent.scoring import positions_of, score
 from rivet.latent.states import ExpertStates
-from rivet.prompts import PromptBuilder
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
 from tests.rivet.latent.conftest import NUM_CONTEXT, tiny_llama
@@ -38,8 +37,8 @@ def states(experts: list[FrozenExpert]) -> ExpertStates:
 
 @pytest.fixture
 def prompts(policy: LatentPolicy, tokenizer: ProtocolTokenizer) -> list[tuple[int, ...]]:
-    builder = PromptBuilder(tokenizer, ProtocolSettings(prompt="bare"))
-    latent = LatentPrompts(builder, policy.config.placeholder_id, NUM_CONTEXT)
+    settings = ProtocolSettings(prompt="bare")
+    latent = LatentPrompts(tokenizer, settings, policy.config.placeholder_id, NUM_CONTEXT)
     return [latent.build(problem) for problem in PROBLEMS]
 
 
