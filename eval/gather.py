@@ -52,7 +52,7 @@ def gather(runs: Sequence[Path], tokenizer: ProtocolTokenizer | None = None) -> 
             found["weights"] |= _weights_of(run, stores)
         elif stores:
             logger.warning("%s: no checkpoint to read its trajectories with; give --tokenizer", run)
-        found["config"][str(run)] = _read_json(run / "config.json")
+        found["config"][str(run)] = read_json(run / "config.json")
     return found
 
 
@@ -71,12 +71,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _results_of(run: Path) -> dict[str, list[Any]]:
     """Rows, phases and comparisons: the run's own, where it lacks one those of what is in it."""
-    own = _read_json(run / "results.json")
-    parts = [_read_json(path) for path in _in_order(run, "*/**/results.json")]
+    own = read_json(run / "results.json")
+    parts = [read_json(path) for path in _in_order(run, "*/**/results.json")]
     results: dict[str, list[Any]] = {}
     for name in ("rows", "phases", "comparisons"):
         inner = [value for part in parts for value in part.get(name) or []]
         results[name] = list(own.get(name) or inner)
+    # Those of evaluations: other runs have rows of another form.
+    results["rows"] = [row for row in results["rows"] if {"checkpoint", "condition"} <= row.keys()]
     return results
 
 
@@ -85,7 +87,7 @@ def _in_order(run: Path, pattern: str) -> list[Path]:
 
     def begun(path: Path) -> tuple[str, Path]:
         owners = [folder for folder in path.parents if folder.is_relative_to(run)]
-        starts = [_read_json(folder / "config.json").get("started_at") for folder in owners]
+        starts = [read_json(folder / "config.json").get("started_at") for folder in owners]
         return next((str(start) for start in starts if start), ""), path
 
     return sorted(run.glob(pattern), key=begun)
@@ -105,8 +107,8 @@ def _weights_of(run: Path, stores: dict[str, Path]) -> dict[str, dict[str, Any]]
     """What Stage II runs in the folder weighed the tokens of these stores with, by label."""
     weights: dict[str, dict[str, Any]] = {}
     for path in _in_order(run, "**/finished.json"):
-        table = (_read_json(path).get("results") or {}).get("token_weights")
-        config = _read_json(path.parent / "config.json").get("config") or {}
+        table = (read_json(path).get("results") or {}).get("token_weights")
+        config = read_json(path.parent / "config.json").get("config") or {}
         source = config.get("trajectories")
         if not isinstance(table, dict) or not isinstance(source, str):
             continue
@@ -116,7 +118,7 @@ def _weights_of(run: Path, stores: dict[str, Path]) -> dict[str, dict[str, Any]]
     return weights
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Content of a JSON file that holds an object; empty if it is not there or holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -130,7 +132,8 @@ def _find_tokenizer(run: Path) -> ProtocolTokenizer | None:
     for path in sorted(run.glob("**/tokenizer.json")):
         return ProtocolTokenizer.from_pretrained(path.parent)
     for path in sorted(run.glob("**/config.json")):
-        model = (_read_json(path).get("config") or {}).get("model")
-        if isinstance(model, str) and (Path(model) / "tokenizer.json").is_file():
-            return ProtocolTokenizer.from_pretrained(model)
+        model = (read_json(path).get("config") or {}).get("model")
+        for folder in (Path(model), Path(model) / "checkpoint") if isinstance(model, str) else ():
+            if (folder / "tokenizer.json").is_file():
+                return ProtocolTokenizer.from_pretrained(folder)
     return None

@@ -13,7 +13,8 @@ writes `run_dir/report.html` and `run_dir/report.md`. Everything but `rows` may 
 - weights: label -> name of a training -> what it weighed tokens with, by `author/kind`.
 
 The page holds no address of another site, its style and script are inline, and a content policy
-forbids any script but ours. Text from models, problems and files is escaped or is data.
+forbids any script but ours. Text from models, problems and files is escaped or is data. The command
+gives a folder of `rivet latent` the page of `eval.latent_report`.
 
 Run line: `rivet report runs/demo`
 """
@@ -34,6 +35,7 @@ from typing import Any
 
 from eval.charts import comparison_table, curve_panels, outcome_chart, phase_table, result_charts
 from eval.gather import ReportError, gather, read_metrics
+from eval.latent_report import is_latent_run, write_latent_report
 from eval.table import markdown_table, results_table
 from eval.viewer import Shelf, pack_blocks, thin_out
 from rivet.files import atomic_write_text
@@ -104,6 +106,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     tokenizer = ProtocolTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
     try:
+        if any(map(is_latent_run, args.run)):
+            if len(args.run) > 1:
+                raise ReportError("a run of `rivet latent` has a page of its own; give it alone")
+            print(f"report: {write_latent_report(args.run[0], args.out)}")
+            return 0
         found = gather(args.run, tokenizer)
     except ReportError as error:
         print(f"rivet report: {error}", file=sys.stderr)

@@ -389,4 +389,5 @@ def load_policy(folder: str | Path, **kwargs: Any) -> LatentPolicy:
             f"{folder}: no latent policy (model_type {LatentPolicyConfig.model_type} in "
             "config.json); expected a checkpoint as `rivet latent` writes it"
         )
+    register()  # whatever else reads the folder, such as its tokenizer, knows the type then
     return LatentPolicy.from_pretrained(folder, **kwargs).eval()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data.problems import Problem
+from eval.latent_report import AS_TRAINED, HARD
 from eval.metrics import wilson_interval
 from rivet.grading import Grader
 from rivet.latent.attention import differences, listening, spearman
@@ -24,8 +25,7 @@ from stages.latent.listener import Listener
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.trainer import attend
 
-AS_TRAINED, SHUFFLED, WARM = "as trained", "shuffled", "warm start"
-HARD = "hard"
+SHUFFLED, WARM = "shuffled", "warm start"
 ENTROPIES = ("attention/entropy_per_head", "attention/entropy_head_averaged")
 
 

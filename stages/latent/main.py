@@ -22,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rivet.config import parse_config, to_plain
+from eval.latent_report import write_latent_report
+from rivet.config import parse_config
 from rivet.files import atomic_write_json
 from rivet.runs import RunFinishedError
 from stages.latent.config import LatentConfig, arm_folder
@@ -43,7 +44,7 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
         expert = config.expert if arm == config.arm else ""
         results.append(finished_or_run(with_arm(config, folder, arm=arm, expert=expert)))
         atomic_write_json(folder / "results.json", {"arms": results})
-    write_report_of(folder, results, config)
+    write_latent_report(folder)
     return results
 
 
@@ -67,13 +68,6 @@ def finished_or_run(config: LatentConfig) -> dict[str, Any]:
         logger.info("%s is finished", config.output_dir)
         path = Path(str(config.output_dir)) / "results.json"
         return json.loads(path.read_text(encoding="utf-8"))
-
-
-def write_report_of(folder: Path, results: Sequence[Mapping[str, Any]], config: Any) -> Path:
-    """The report page of some arms."""
-    from stages.latent.report import write_latent_report
-
-    return write_latent_report(folder, results, title="rivet latent", config=to_plain(config))
 
 
 def arms_table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -8,7 +8,7 @@ was, and after every arm the results so far are on disk.
     OUTPUT_DIR/seed-1/full/...     one run folder per arm and seed
     OUTPUT_DIR/results.json        {"runs": [...], "rows": [...], "gates": [...], ...}
     OUTPUT_DIR/table.md            accuracy of each arm and condition, mean over seeds
-    OUTPUT_DIR/seed-1/report.html
+    OUTPUT_DIR/report.html         the same with charts, and seed-1/report.html of each seed
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eval.latent_report import AS_TRAINED, HARD, write_latent_report
 from eval.metrics import student_t_quantile
-from rivet.config import ConfigError, load_config, parse_config, to_plain
+from rivet.config import ConfigError, load_config, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
 from stages.latent.config import UNINFORMED, LatentConfig
-from stages.latent.evaluate import AS_TRAINED, HARD, SHUFFLED, WARM
+from stages.latent.evaluate import SHUFFLED, WARM
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def run(config: LatentStudyConfig) -> dict[str, Any]:
 
 
 def _run_arms(config: LatentStudyConfig, folder: Path) -> dict[str, Any]:
-    from stages.latent.main import finished_or_run, write_report_of
+    from stages.latent.main import finished_or_run
 
     runs: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
@@ -115,8 +116,7 @@ def _run_arms(config: LatentStudyConfig, folder: Path) -> dict[str, Any]:
             results = summary(runs, failures, list(config.arms))
             atomic_write_json(folder / "results.json", results)
             atomic_write_text(folder / "table.md", table(results) + "\n")
-            of_seed = [run for run in runs if run["seed"] == seed]
-            write_report_of(folder / f"seed-{seed}", of_seed, to_plain(config))
+            write_latent_report(folder)
     return results | {"failures": failures, "runs": runs}
 
 

@@ -16,6 +16,7 @@ from data.problems import Problem
 from eval.conditions import read_condition
 from eval.latent import LatentEvalError
 from eval.main import EvalConfig, main, run
+from eval.report import main as report
 from rivet.grading import Grader
 from rivet.latent.engine import LatentEngine
 from rivet.latent.experts import ExpertError
@@ -24,6 +25,7 @@ from rivet.runs import RunDirError
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 from stages.latent.evaluate import evaluate
+from stages.latent.export import export_latent
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.start import gather, load_start, open_listeners
 from tests.stages.latent_world import (
@@ -123,6 +125,24 @@ def test_it_gives_the_answers_and_the_accuracies_of_rivet_latent(full: Arm, tmp_
     assert (results["rows"][0]["accuracy"], results["rows"][0]["n"]) == expected["hard"]
     comparison = results["comparisons"][0]
     assert (comparison["a"], comparison["b"]) == ("full/experts", "full/no-expert")
+
+
+def test_its_report_is_that_of_every_evaluation_with_the_viewer(full: Arm, tmp_path: Path) -> None:
+    run(eval_config(full, tmp_path / "eval", model=str(full.checkpoint.parent)))
+    assert report([str(tmp_path / "eval")]) == 0
+    page = (tmp_path / "eval" / "report.html").read_text(encoding="utf-8")
+    for words in ('id="viewer-chunk-0"', 'id="trajectories"', "no-expert", 'id="results"'):
+        assert words in page
+    assert (tmp_path / "eval" / "report.md").read_text(encoding="utf-8").count("| full") == 2
+
+
+@pytest.mark.slow
+def test_an_export_gives_the_same_rows(full: Arm, tmp_path: Path) -> None:
+    export_latent(full.checkpoint, tmp_path / "export", name="n", tolerance=1e-6)
+    for name, model in (("one", full.checkpoint), ("two", tmp_path / "export")):
+        run(eval_config(full, tmp_path / name, model=str(model)))
+    for condition in ("experts", "no-expert"):
+        assert rows(tmp_path / "one" / condition) == rows(tmp_path / "two" / condition)
 
 
 def test_without_experts_every_one_of_them_is_masked(full: Arm, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,16 +12,18 @@ import pytest
 import torch
 
 from data.problems import Problem
+from eval.gather import ReportError
+from eval.latent_report import write_latent_report
+from eval.report import main as report
 from rivet.config import ConfigError, load_config
 from rivet.grading import Grade, Grader, Request
 from rivet.latent.states import ExpertStates, ProblemStates
 from rivet.trajectory import Segment, Trajectory
 from stages.latent.evaluate import correlations
 from stages.latent.listener import Listener
-from stages.latent.report import write_latent_report
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.specialists import SPECIALISTS, word_tokenizer
-from stages.latent.study import LatentStudyConfig, gates, half_width, mean_rows, run, table
+from stages.latent.study import LatentStudyConfig, gates, half_width, mean_rows, run, summary, table
 
 PROBLEMS = [
     Problem(f"{family}/{n}", f"{family} {n}?", str(n), meta={"family": family})
@@ -200,23 +203,66 @@ def test_the_table_names_arms_conditions_and_claims() -> None:
     assert "| RL adds to the warm start | 0.300 | >= 0.150 | yes |" in text
 
 
-def test_a_report_of_arms_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
-    runs = study_runs()
+def write_runs(folder: Path, runs: list[dict[str, Any]]) -> None:
+    """What is in the folders of arms besides `results.json`."""
     runs[0]["attention"] = {
         "experts": ["x"],
         "families": {"primes": {"shares": [[[[0.75, 0.25]]]], "by_expert": [0.75, 0.25]}},
     }
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "metrics.jsonl").write_text(
+    (folder / "full").mkdir(parents=True)
+    (folder / "full" / "metrics.jsonl").write_text(
         '{"step": 1, "reward/mean": 0.2, "attention/share/primes/x": 0.7}\n'
         '{"step": 2, "reward/mean": 0.4, "attention/share/primes/x": 0.8}\n'
     )
-    page = write_latent_report(tmp_path, runs, title="a <title>", config={"k": "</pre>"})
-    text = page.read_text(encoding="utf-8")
+    (folder / "full" / "config.json").write_text('{"config": {"k": "</pre>"}}')
+
+
+def test_a_report_of_arms_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
+    folder, runs = tmp_path / "a <title>", study_runs()
+    write_runs(folder, runs)
+    (folder / "results.json").write_text(json.dumps({"arms": runs}))
+    (folder / "full" / "results.json").write_text(json.dumps(runs[0]))
+    assert report([str(folder)]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
     assert "a &lt;title&gt;" in text and "&lt;/pre&gt;" in text
     assert "http" not in text.replace("http-equiv", "")
-    for words in ("full: primes", "1 / 1 / 1", ">75</td>", "-0.50", "reward"):
+    for words in ("full: primes", "1 / 1 / 1", ">75</td>", "-0.50", "reward", "single-fast"):
         assert words in text
+    # One arm alone has the same page without the others.
+    assert report([str(folder / "full"), "--out", str(tmp_path / "out")]) == 0
+    alone = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "full: primes" in alone and "single" not in alone
+    assert not (folder / "full" / "report.html").exists()
+
+
+def test_a_report_of_a_study_has_means_claims_and_a_page_of_each_seed(tmp_path: Path) -> None:
+    runs = []
+    for seed, accuracy in ((1, 0.6), (2, 0.7)):
+        of_seed = [{**run, "seed": seed, "folder": run["name"]} for run in study_runs(accuracy)]
+        write_runs(tmp_path / f"seed-{seed}", of_seed)
+        runs += of_seed
+    failures = [{"arm": "odd", "seed": 2, "error": "out of <luck>"}]
+    found = summary(runs, failures, [run["name"] for run in study_runs()])
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    assert report([str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    low = 0.65 - half_width([0.6, 0.7])
+    assert f"full: 65.0%, 95% interval {max(0.0, low):.1%} to 100.0%" in text
+    assert "RL adds to the warm start" in text and 'href="seed-2/report.html"' in text
+    assert "odd, seed 2: out of &lt;luck&gt;" in text
+    assert "full, seed 1" in text
+    for seed in (1, 2):
+        page = (tmp_path / f"seed-{seed}" / "report.html").read_text(encoding="utf-8")
+        assert "full: primes" in page and "single-fast" in page
+
+
+def test_a_latent_run_is_reported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latent").mkdir()
+    (tmp_path / "latent" / "results.json").write_text(json.dumps({"arms": study_runs()}))
+    assert report([str(tmp_path / "latent"), str(tmp_path)]) == 1
+    assert "give it alone" in capsys.readouterr().err
+    with pytest.raises(ReportError, match="no results of `rivet latent`"):
+        write_latent_report(tmp_path)
 
 
 def test_a_study_checks_the_settings_of_every_arm_before_it_starts(tmp_path: Path) -> None:
