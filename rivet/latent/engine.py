@@ -69,14 +69,15 @@ class LatentEngine:
             requests = [request for request, _ in batch]
             try:
                 samples = await asyncio.to_thread(self._sample, requests)
+                done = list(map(self._trajectory, requests, samples))
             except Exception as error:  # whoever waits for it gets it, and nobody waits for ever
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for (request, future), drawn in zip(batch, samples, strict=True):
+            for (_, future), trajectory in zip(batch, done, strict=True):
                 if not future.done():
-                    future.set_result(self._trajectory(request, drawn))
+                    future.set_result(trajectory)
 
     def _next_batch(self) -> list[tuple[RolloutRequest, asyncio.Future[Trajectory]]]:
         """Take those who wait for the same kind of sampling as the first, in order."""
