@@ -130,6 +130,7 @@ def check_checkpoint(
     try:
         size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     except (OSError, ValueError, AttributeError) as error:
+        _refuse_latent(folder)
         raise CheckpointError(f"{folder}/config.json: cannot be read: {error}") from error
     if len(tokenizer.token_bytes) > size:
         raise CheckpointError(
@@ -154,6 +155,7 @@ def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> 
     from transformers import AutoModelForCausalLM
 
     check_weights(folder)
+    _refuse_latent(folder)
     torch_dtype: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if is_adapter(folder):
@@ -173,6 +175,16 @@ def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> 
             "is incomplete"
         )
     return model.eval()
+
+
+def _refuse_latent(folder: Path) -> None:
+    from rivet.latent.policy import is_latent
+
+    if is_latent(folder):
+        raise CheckpointError(
+            f"{folder}: a latent policy, which answers only together with its experts; expected a "
+            "controller. `rivet eval` takes either"
+        )
 
 
 def is_adapter(folder: Path) -> bool:

@@ -17,6 +17,8 @@ from eval.conditions import read_condition
 from eval.latent import LatentEvalError
 from eval.main import EvalConfig, main, run
 from eval.report import main as report
+from rivet import Solver
+from rivet.checkpoints import CheckpointError
 from rivet.grading import Grader
 from rivet.latent.engine import LatentEngine
 from rivet.latent.experts import ExpertError
@@ -252,6 +254,11 @@ def test_conditions_that_mean_nothing_here_are_refused(
     with pytest.raises(LatentEvalError, match=f"{condition} is none .* experts and no-expert"):
         run(eval_config(full, tmp_path / "eval", conditions=["experts", condition]))
     assert not (tmp_path / "eval").exists()
+
+
+def test_what_answers_alone_refuses_a_policy_that_needs_its_experts(full: Arm) -> None:
+    with pytest.raises(CheckpointError, match="answers only together with its experts"):
+        Solver(full.checkpoint)
 
 
 def test_other_samplers_are_refused(full: Arm, tmp_path: Path) -> None:
