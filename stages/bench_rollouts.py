@@ -1,6 +1,6 @@
 """Wall time of a batch of rollouts that wait for experts, beside TRL's own tool loop.
 
-    python -m stages.bench_rollouts [--rows 64] [--scale 0.25] [--rounds 3] [--picture FILE.png]
+    python -m stages.bench_rollouts [--rows 64] [--scale 1] [--rounds 1] [--picture FILE.png]
 
 Every arm samples the same tokens of the same model from the same prompts, and waits for experts as
 long (`stages.bench_load`); latencies are log-normal with median 1 s and 99th percentile 8 s, times
@@ -239,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=int, default=64, help="trajectories (default: 64)")
     parser.add_argument("--max_calls", type=int, default=3, help="calls of one (default: 3)")
-    parser.add_argument("--scale", type=float, default=0.25, help="of latencies (default: 0.25)")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of latencies (default: 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="measured rounds (default: 1)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lengths and latencies")
     parser.add_argument("--picture", help="draw the last round's timeline into this .png or .svg")
