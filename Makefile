@@ -93,7 +93,7 @@ study: setup ## the demo's arms over seeds (hours): runs/study/results.json
 latent: setup ## latent collaboration and its controls on the latent world
 	$(BIN)/rivet latent $(or $(RECIPE),stages/recipes/latent_mini.yaml) $(ARGS)
 
-latent-study: setup ## every arm of latent collaboration over seeds (hours): runs/latent-study
+latent-study: setup ## every arm of latent collaboration over seeds (under an hour): runs/latent-study
 	$(BIN)/rivet latent-study $(or $(RECIPE),stages/recipes/latent-study_mini.yaml) $(ARGS)
 
 bench: setup ## rollout tokens per second against plain batched sampling
