@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.bench_train import compare, measure_last_step
+from stages.bench_train import compare, last_step
 from stages.bench_trainers import BUILDERS, Sizes
 
 TINY = Sizes(
@@ -33,7 +33,8 @@ def test_trainers_take_turns_to_the_end(tmp_path: Path) -> None:
 
 
 def test_a_last_step_has_its_time_and_the_memory_of_an_adapter(tmp_path: Path) -> None:
-    took = measure_last_step("stage2", TINY.with_(dtype="bfloat16", lora_r=4))
+    # In a process of its own: this one may have freed more than the step takes.
+    took = last_step("stage2", TINY.with_(dtype="bfloat16", lora_r=4))
     assert 0 < took["cpu_s"] and 0 < took["wall_s"] and took["peak_bytes"] > 0
 
 
