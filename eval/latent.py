@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from data.problems import Problem
 from eval.runtime import Runtime, weights_fingerprint
-from rivet.checkpoints import CheckpointError, Dtype, OpenedCheckpoint, check_checkpoint
+from rivet.checkpoints import Dtype, OpenedCheckpoint, check_checkpoint
 from rivet.grading import Grader
 from rivet.trajectory import Mode
 
@@ -61,13 +61,14 @@ def check_latent(folder: Path, asked: EvalConfig) -> OpenedLatent:
         rivet.latent.experts.ExpertError: An expert is missing, or is another revision.
         rivet.checkpoints.CheckpointError: It is no checkpoint.
     """
-    from rivet.latent.needed import load_needed
+    from rivet.latent.needed import check_named, load_needed
     from rivet.latent.policy import register
     from rivet.latent.policy_config import LatentPolicyConfig
 
     register()
     opened = check_checkpoint(folder)
     config = LatentPolicyConfig.from_pretrained(folder)
+    check_named(config)
     known = ("experts", "no-expert") if config.experts else ("no-expert",)
     wrong = [condition for condition in asked.conditions if condition not in known]
     if wrong:
@@ -155,10 +156,7 @@ def _load(folder: Path, dtype: Dtype) -> LatentPolicy:
     from rivet.latent.policy import load_policy
 
     given: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    try:
-        policy = load_policy(folder, dtype=given)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as a latent policy: {error}") from error
+    policy = load_policy(folder, dtype=given)
     torch.nn.Module.to(policy, _device())
     return policy
 

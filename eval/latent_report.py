@@ -197,7 +197,7 @@ def _curves(
     charts = {}
     for title, metric in names.items():
         series = {
-            label: [(x["step"], x[metric]) for x in found if metric in x]
+            label: [(x["step"], x[metric]) for x in found if x.get(metric) is not None]
             for label, found in lines.items()
         }
         series = {label: points for label, points in series.items() if points}
@@ -225,7 +225,7 @@ def _shares(folder: Path, results: Sequence[Result]) -> str:
         lines = read_metrics(run_folder(folder, result) / "metrics.jsonl")
         for family in attention.get("families", {}):
             series = {
-                name: [(x["step"], x[key]) for x in lines if key in x]
+                name: [(x["step"], x[key]) for x in lines if x.get(key) is not None]
                 for name in attention["experts"]
                 for key in [f"attention/share/{family}/{name}"]
             }

@@ -65,8 +65,10 @@ class AdapterSettings:
             )
         if self.routing != "constant" and (not self.expert_names or self.num_slots < 1):
             raise ValueError(f"routing {self.routing} needs experts with at least one slot")
-        if self.width % self.num_heads:
-            raise ValueError(f"width {self.width} is no multiple of {self.num_heads} heads")
+        if min(self.width, self.num_heads) < 1 or self.width % self.num_heads:
+            raise ValueError(
+                f"width {self.width} is no multiple of {self.num_heads} heads, at least one"
+            )
         if min(self.num_context_tokens, self.num_blocks, self.output_width) < 1:
             raise ValueError("expected at least one context token, block and output dimension")
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from rivet.latent.policy_config import LatentPolicyConfig
 from rivet.latent.states import ProblemStates
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -35,7 +38,8 @@ class ExpertSpec:
     """One expert as a recipe names it.
 
     Attributes:
-        name: What the adapter and the reports call it.
+        name: What the adapter, the reports and the cache's folder call it: letters, digits, and
+            `_`, `-` and `.` behind the first.
         path: A checkpoint folder, or a Hub name.
         revision: Commit, branch or tag on the Hub; empty takes the default.
         layers: Layers to take, -1 the last (after the final norm), 0 the embeddings.
@@ -53,14 +57,20 @@ class ExpertSpec:
     reading: Reading = "plain"
 
     def __post_init__(self) -> None:
+        for key, is_right, expected in (
+            ("name", _is_name(self.name), "letters, digits, and _, - and . behind the first"),
+            ("path", isinstance(self.path, str) and self.path != "", "a folder or a Hub name"),
+            ("revision", isinstance(self.revision, str), "text"),
+            ("layers", _is_numbers(self.layers), "a list of at least one layer, such as [-1]"),
+            ("last_k", type(self.last_k) is int and self.last_k >= 1, "at least one token"),
+            ("dtype", self.dtype in get_args(Dtype), "one of " + ", ".join(get_args(Dtype))),
+            ("reading", self.reading in get_args(Reading), "plain or chat"),
+        ):
+            if not is_right:
+                raise ExpertError(
+                    f"expert {self.name!r}: {key} is {getattr(self, key)!r}; expected {expected}"
+                )
         object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.name or not self.path:
-            raise ExpertError(f"expert {self.name!r}: expected a name and a path")
-        if self.last_k < 1 or not self.layers:
-            raise ExpertError(
-                f"expert {self.name}: last_k is {self.last_k}, layers are {list(self.layers)}; "
-                "expected at least one token and one layer"
-            )
 
     @classmethod
     def from_mapping(cls, given: Any) -> ExpertSpec:
@@ -79,6 +89,16 @@ class ExpertSpec:
                 f"{sorted(missing)}; expected {', '.join(cls.__slots__)}"
             )
         return cls(**given)
+
+
+def _is_name(given: object) -> bool:
+    return isinstance(given, str) and re.fullmatch(r"\w[\w.-]*", given) is not None
+
+
+def _is_numbers(given: object) -> bool:
+    return (
+        isinstance(given, list | tuple) and bool(given) and all(type(one) is int for one in given)
+    )
 
 
 class FrozenExpert:
@@ -113,17 +133,36 @@ class FrozenExpert:
         Raises:
             ExpertError: It cannot be loaded as a causal language model with a tokenizer.
         """
+        # A Hub name is OWNER/NAME or NAME; anything else is a path.
+        if re.match(r"[/.~]|.*/.*/", spec.path) and not Path(spec.path).is_dir():
+            raise ExpertError(
+                f"expert {spec.name}: {spec.path}: no such folder; expected a checkpoint folder"
+            )
         revision = {"revision": spec.revision} if spec.revision else {}
         try:
             tokenizer = AutoTokenizer.from_pretrained(spec.path, **revision)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                spec.path, dtype=getattr(torch, spec.dtype), **revision
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                spec.path,
+                dtype=getattr(torch, spec.dtype),
+                output_loading_info=True,
+                **revision,
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:  # the tokenizers library raises bare exceptions
             raise ExpertError(
                 f"expert {spec.name}: {spec.path} cannot be loaded ({error}); expected a "
                 "checkpoint folder or a Hub name of a causal language model with its tokenizer"
             ) from error
+        model, info = loaded
+        if model.config.model_type == LatentPolicyConfig.model_type:
+            raise ExpertError(
+                f"expert {spec.name}: {spec.path} is a latent policy, which listens to experts "
+                "itself; expected a causal language model"
+            )
+        if missing := sorted(info["missing_keys"]):
+            raise ExpertError(
+                f"expert {spec.name}: {spec.path} lacks {len(missing)} weights, {missing[0]} "
+                "first; expected a whole checkpoint of a causal language model"
+            )
         return cls(spec, model.to(device), tokenizer)
 
     @property
@@ -158,8 +197,18 @@ class FrozenExpert:
         Returns:
             Values in the expert's number format, shape (N, S, width). Slots of one layer lie
             together, the last token last.
+
+        Raises:
+            ExpertError: A problem is longer than it can read.
         """
         rows = [self.encode(problem) for problem in problems]
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for problem, row in zip(problems, rows, strict=True):
+            if limit is not None and len(row) > limit:
+                raise ExpertError(
+                    f"expert {self.spec.name}: the problem {problem[:60]!r} has {len(row)} tokens, "
+                    f"it reads {limit}; expected shorter problems, or an expert of longer texts"
+                )
         order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
         dtype = getattr(torch, self.spec.dtype)
         values = torch.zeros(len(rows), self.slots, self.width, dtype=dtype)

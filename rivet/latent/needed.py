@@ -17,6 +17,8 @@ from rivet.latent.experts import ExpertError, ExpertSpec, FrozenExpert
 from rivet.latent.policy_config import LatentPolicyConfig
 from rivet.latent.states import ExpertStates
 
+_REQUIRED = ("name", "path", "fingerprint")
+
 
 def load_needed(
     config: LatentPolicyConfig,
@@ -35,8 +37,9 @@ def load_needed(
         ExpertError: One is missing or is not the one that the policy listened to in training, or
             `paths` names another.
     """
+    check_named(config)
     moved = dict(paths or {})
-    names = [str(given["name"]) for given in config.experts]
+    names = [given["name"] for given in config.experts]
     if unknown := sorted(moved.keys() - set(names)):
         raise ExpertError(
             f"expert {unknown[0]}: this policy needs no such expert; expected names among "
@@ -47,8 +50,8 @@ def load_needed(
         spec = spec_of(given, moved.get(given["name"], given["path"]))
         hint = (
             f"the policy was trained with {given['path']}"
-            f"{' at ' + given['revision'] if given['revision'] else ''}: say where that lies now "
-            f"with --expert_paths '{{{spec.name}: FOLDER}}'"
+            f"{' at ' + given['revision'] if given.get('revision') else ''}: say where that lies "
+            f"now with --expert_paths '{{{spec.name}: FOLDER}}'"
         )
         try:
             expert = FrozenExpert.load(spec, device=device)
@@ -62,6 +65,34 @@ def load_needed(
             )
         experts.append(expert)
     return experts
+
+
+def check_named(config: LatentPolicyConfig) -> None:
+    """Check what a policy's configuration says of its experts, short of loading any.
+
+    Raises:
+        ExpertError: An entry is broken, or the adapter was made for others than are named.
+    """
+    where = f"{config.name_or_path or 'the policy'}/config.json: experts"
+    for given in config.experts:
+        wrong = (
+            [key for key in _REQUIRED if not isinstance(given.get(key), str)]
+            if isinstance(given, dict)
+            else list(_REQUIRED)
+        )
+        if wrong:
+            raise ExpertError(
+                f"{where}: {given!r} lacks {', '.join(wrong)}; expected an entry as `rivet latent` "
+                "writes it: copy the checkpoint again"
+            )
+        spec_of(given, given["path"])
+    names = [given["name"] for given in config.experts]
+    made_for = list((config.adapter or {}).get("expert_names", []))
+    if names != made_for:
+        raise ExpertError(
+            f"{where}: {', '.join(names) or 'none'}; expected those that the adapter was made "
+            f"for, {', '.join(made_for) or 'none'}: copy the checkpoint again"
+        )
 
 
 def spec_of(given: Mapping[str, object], path: str) -> ExpertSpec:

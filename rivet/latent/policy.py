@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rivet.checkpoints import check_weights
 from rivet.latent.adapter import AdapterSettings, Context, LatentAdapter, embedding_rms
 from rivet.latent.policy_config import LatentPolicyConfig
 from rivet.latent.scoring import Scores, last_token, positions_of, score
@@ -382,12 +383,27 @@ def load_policy(folder: str | Path, **kwargs: Any) -> LatentPolicy:
     """Load a saved policy, in evaluation mode.
 
     Raises:
-        LatentPolicyError: The folder holds another kind of model.
+        LatentPolicyError: The folder holds another kind of model, or a broken one.
+        rivet.checkpoints.CheckpointError: Its weights are missing or cut short.
     """
     if not is_latent(folder):
         raise LatentPolicyError(
             f"{folder}: no latent policy (model_type {LatentPolicyConfig.model_type} in "
             "config.json); expected a checkpoint as `rivet latent` writes it"
         )
+    check_weights(Path(folder))
     register()  # whatever else reads the folder, such as its tokenizer, knows the type then
-    return LatentPolicy.from_pretrained(folder, **kwargs).eval()
+    try:
+        loaded: Any = LatentPolicy.from_pretrained(folder, output_loading_info=True, **kwargs)
+    except Exception as error:  # a broken configuration fails in many ways
+        raise LatentPolicyError(
+            f"{folder}: cannot be loaded as a latent policy ({type(error).__name__}: {error}); "
+            "expected a checkpoint as `rivet latent` writes it: copy it again"
+        ) from error
+    policy, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise LatentPolicyError(
+            f"{folder}: {len(missing)} weights are missing, {missing[0]} first; expected a whole "
+            "checkpoint: copy it again"
+        )
+    return policy.eval()

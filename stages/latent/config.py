@@ -6,11 +6,13 @@ collaboration stands (arXiv:2602.09173 finds that much of a gain may be prefix-s
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rivet.latent.experts import ExpertError, ExpertSpec
+from stages.latent.specialists import SPECIALISTS
 from stages.stage1.config import AlarmAction, Stage1Config
 from stages.stage1.objective import ExpertLoss
 from stages.training_settings import setting
@@ -35,8 +37,8 @@ class LatentConfig(Stage1Config):
     # --- who takes part
     model: str = setting(
         "",
-        "Checkpoint folder of the policy: a causal LM with tokenizer and chat template, or a "
-        "latent policy; empty: the latent world's, built in `world`.",
+        "Checkpoint folder of the policy: a causal LM with tokenizer and chat template; empty: the "
+        "latent world's, built in `world`.",
     )
     experts: list[dict[str, Any]] = _list_setting(  # type: ignore[assignment] # a list here
         "The frozen experts: name, path, and where wanted revision, layers, last_k, dtype, "
@@ -130,13 +132,24 @@ class LatentConfig(Stage1Config):
             raise ValueError(
                 "model and experts: expected both, or neither for the latent world's own"
             )
-        if specs and self.arm == "one-expert" and self.expert not in names:
+        names = names or [specialist.family for specialist in SPECIALISTS]
+        if self.arm == "one-expert" and self.expert not in names:
             raise ValueError(f"expert is {self.expert!r}; expected one of {', '.join(names)}")
+        if specs and (self.problems == WORLD_POLICY or not self.test_problems):
+            raise ValueError(
+                f"problems is {self.problems!r}, test_problems is {self.test_problems!r}; expected "
+                "a .jsonl file each with a model of your own"
+            )
 
     @property
     def uses_world(self) -> bool:
         """Whether policy and experts are the latent world's."""
         return self.model == WORLD_POLICY
+
+    @property
+    def hears(self) -> bool:
+        """Whether the arm needs experts."""
+        return self.arm not in ("single", "constant")
 
     def specs(self) -> list[ExpertSpec]:
         """The experts that the recipe names."""
@@ -178,6 +191,7 @@ class LatentConfig(Stage1Config):
     def _check_latent_values(self) -> None:
         for name in (
             "num_context_tokens",
+            "adapter_width",
             "adapter_blocks",
             "adapter_heads",
             "warm_batch_size",
@@ -190,8 +204,10 @@ class LatentConfig(Stage1Config):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
         for name in ("adapter_learning_rate", "warm_learning_rate", "world_effort"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected above 0 and finite")
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0; expected at least 1, or -1 for num_train_epochs")
         if self.adapter_width % self.adapter_heads:
             raise ValueError(
                 f"adapter_width {self.adapter_width} is no multiple of {self.adapter_heads} heads"

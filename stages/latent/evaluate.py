@@ -155,9 +155,11 @@ def correlations(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Spearman correlation of attention's entropy with reward over steps, and of differences.
 
     Args:
-        lines: Of `metrics.jsonl`.
+        lines: Of `metrics.jsonl`; steps where one of them is not a finite number (null there) are
+            left out.
     """
-    known = [x for x in lines if "reward/mean" in x and all(name in x for name in ENTROPIES)]
+    needed = ("reward/mean", *ENTROPIES)
+    known = [x for x in lines if all(x.get(name) is not None for name in needed)]
     reward = [float(x["reward/mean"]) for x in known]
     found: dict[str, float | None] = {"steps": float(len(known))}
     for name in ENTROPIES:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from rivet.checkpoints import load_tokenizer
 from rivet.files import atomic_folder, atomic_write_text
+from rivet.latent.needed import check_named
 from rivet.latent.policy import LatentPolicy, load_policy
 from rivet.latent.prompts import LatentPrompts
 from rivet.latent.sampling import pad_left
@@ -50,8 +51,11 @@ def export_latent(source: Path, target: Path, *, name: str, tolerance: float) ->
 
     Raises:
         LatentExportError: The export does not reproduce logits.
+        rivet.latent.policy.LatentPolicyError: The checkpoint is broken.
+        rivet.latent.experts.ExpertError: It does not say which experts it needs.
     """
     policy, tokenizer = load_policy(source), load_tokenizer(source)
+    check_named(policy.config)
     settings = ProtocolSettings.load(source)
     with atomic_folder(target) as folder:
         policy.save_pretrained(folder)
@@ -98,7 +102,7 @@ def card(policy: LatentPolicy, name: str, results: Mapping[str, Any]) -> str:
         "| expert | model | revision | layers | last tokens | read as | fingerprint |",
         "|---|---|---|---|---:|---|---|",
         *[
-            f"| {e['name']} | {e['path']} | {e['revision'] or '-'} | {e['layers']} | "
+            f"| {e['name']} | {e['path']} | {e.get('revision') or '-'} | {e['layers']} | "
             f"{e['last_k']} | {e['reading']} | {e['fingerprint']} |"
             for e in policy.config.experts
         ],

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.latent_report import write_latent_report
-from rivet.config import parse_config
+from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json
 from rivet.runs import RunFinishedError
 from stages.latent.config import LatentConfig, arm_folder
@@ -36,13 +36,23 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
 
     Returns:
         The results of each, in order.
+
+    Raises:
+        ConfigError: A control cannot have these settings; nothing has started.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir)
-    results = []
+    arms, faults, results = [], [], []
     for arm in [config.arm, *config.controls]:
-        expert = config.expert if arm == config.arm else ""
-        results.append(finished_or_run(with_arm(config, folder, arm=arm, expert=expert)))
+        try:
+            expert = config.expert if arm == config.arm else ""
+            arms.append(with_arm(config, folder, arm=arm, expert=expert))
+        except ValueError as error:
+            faults.append(f"controls: {arm}: {error}")
+    if faults:
+        raise ConfigError(faults)
+    for arm_config in arms:
+        results.append(finished_or_run(arm_config))
         atomic_write_json(folder / "results.json", {"arms": results})
     write_latent_report(folder)
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from data.problems import Problem
 from eval.grade import load_gradable
+from rivet.checkpoints import CheckpointError, check_checkpoint
+from rivet.config import ConfigError
 from rivet.latent.adapter import AdapterSettings
 from rivet.latent.cache import read_states
-from rivet.latent.experts import FrozenExpert
-from rivet.latent.policy import LatentPolicy
+from rivet.latent.experts import ExpertError, FrozenExpert
+from rivet.latent.policy import LatentPolicy, is_latent
 from rivet.latent.prompts import LatentPrompts, add_placeholder, fit_embeddings
 from rivet.settings import FILE_NAME, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
-from stages.latent.config import LatentConfig
+from stages.latent.config import WORLD_POLICY, LatentConfig
 from stages.latent.listener import Listener
 from stages.latent.world import World, WorldSettings, open_world
 
@@ -45,7 +49,13 @@ class Start:
 
 
 def gather(config: LatentConfig) -> Data:
-    """Read problems and load the experts; the latent world is built if it is not there."""
+    """Read problems and load the experts; the latent world is built if it is not there.
+
+    Raises:
+        ConfigError: There are too few problems, or training and test share some.
+        CheckpointError: The policy's folder is no whole checkpoint of a causal language model.
+        ExpertError: An expert cannot be loaded, or is listed twice.
+    """
     world = None
     if config.uses_world:
         world = open_world(
@@ -64,30 +74,89 @@ def gather(config: LatentConfig) -> Data:
     if config.test_problems:
         test = load_gradable(config.test_problems)
         test = test[: config.test_per_family]
+    _check_splits(config, train, test)
+    policy = str(world.policy) if world else config.model
+    _check_policy(policy, config)
     specs = world.specs() if world else config.specs()
-    if config.expert and config.expert not in [spec.name for spec in specs]:
-        raise ValueError(
-            f"expert is {config.expert!r}; expected one of {', '.join(s.name for s in specs)}"
-        )
-    hears = config.arm not in ("single", "constant")
-    experts = [FrozenExpert.load(spec, device=config.device) for spec in specs] if hears else []
-    return Data(train, test, str(world.policy) if world else config.model, experts)
+    experts = (
+        [FrozenExpert.load(spec, device=config.device) for spec in specs] if config.hears else []
+    )
+    _check_distinct(experts)
+    return Data(train, test, policy, experts)
 
 
 def _training_problems(config: LatentConfig, world: World | None) -> list[Problem]:
-    if config.problems != "latentworld":
-        problems = load_gradable(config.problems)
-    elif world is not None:
+    if world is not None and config.problems == WORLD_POLICY:
         problems = world.problems("train")
     else:
-        raise ValueError("problems is latentworld; expected a .jsonl file with a model of your own")
+        problems = load_gradable(config.problems)
     problems = problems[: config.max_problems or None]
     if len(problems) < config.prompts_per_step:
-        raise ValueError(
-            f"{len(problems)} training problems; expected at least {config.prompts_per_step}, what "
-            "one step takes"
+        raise ConfigError(
+            [
+                f"problems: {config.problems} gives {len(problems)} training problems; expected at "
+                f"least {config.prompts_per_step}, what one step takes"
+            ]
         )
     return problems
+
+
+def _check_splits(config: LatentConfig, train: list[Problem], test: list[Problem]) -> None:
+    """Refuse held-out problems that are trained on, and families whose states cannot be shuffled.
+
+    Raises:
+        ConfigError: Names the first of them.
+    """
+    seen = {problem.problem for problem in train}
+    shared = [problem.id for problem in test if problem.problem in seen]
+    if shared:
+        raise ConfigError(
+            [
+                f"test_problems: {len(shared)} of {len(test)} are training problems too, "
+                f"{shared[0]} first; expected others"
+            ]
+        )
+    # In evaluation every arm that hears something is shuffled, in training the control alone.
+    shuffled = {"problems": train if config.arm == "shuffled" else [], "test_problems": test}
+    for setting, problems in shuffled.items() if config.hears else ():
+        families = Counter(str(problem.meta.get("family", "")) for problem in problems)
+        alone = [family for family, count in families.items() if count == 1]
+        if alone:
+            raise ConfigError(
+                [
+                    f"{setting}: one problem only of the family {alone[0]!r}; expected at least "
+                    "two, whose states can be shuffled"
+                ]
+            )
+
+
+def _check_policy(folder: str, config: LatentConfig) -> None:
+    """Find what is wrong with the policy's folder before the experts read anything.
+
+    Raises:
+        CheckpointError: It is no whole checkpoint of a causal language model.
+        rivet.settings.SettingsError: Its `rivet.json` is broken.
+        rivet.tokenization.TokenizerError: Its tokenizer does not do.
+    """
+    if is_latent(folder):
+        raise CheckpointError(
+            f"{folder}: a latent policy already; expected a causal language model, such as the one "
+            "that it was trained from"
+        )
+    check_checkpoint(folder, default=ProtocolSettings(prompt=config.prompt))
+
+
+def _check_distinct(experts: Sequence[FrozenExpert]) -> None:
+    """Refuse an expert that is listed twice: attention could not tell the two apart."""
+    seen: dict[str, str] = {}
+    for expert in experts:
+        name, identity = expert.spec.name, json.dumps(expert.identity(), sort_keys=True)
+        if identity in seen:
+            raise ExpertError(
+                f"experts {seen[identity]} and {name} are the same model, read in the same way; "
+                "expected each once"
+            )
+        seen[identity] = name
 
 
 def open_listeners(config: LatentConfig, data: Data) -> tuple[Listener, Listener]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def test_experts_that_moved_are_found_where_they_are_said_to_lie(
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
     moved = {"model": str(tmp_path / "checkpoint"), "conditions": ["experts"]}
     with pytest.raises(
-        ExpertError, match=r"expert llama: gone/with/llama cannot be loaded.*--expert_paths"
+        ExpertError, match=r"expert llama: gone/with/llama: no such folder.*--expert_paths"
     ):
         run(eval_config(full, tmp_path / "eval", **moved))
     assert not (tmp_path / "eval").exists()
@@ -245,6 +245,30 @@ def test_another_revision_of_an_expert_is_refused(full: Arm, world: Path, tmp_pa
         with pytest.raises(ExpertError, match=message):
             run(eval_config(full, tmp_path / "eval", expert_paths=paths))
     assert not (tmp_path / "eval").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entries: entries[0].pop("path"), "config.json: experts: .* lacks path"),
+        (lambda entries: entries[0].pop("fingerprint"), "lacks fingerprint"),
+        (lambda entries: entries.pop(), "llama; expected those .* llama, gpt"),
+        (lambda entries: entries[1].update(last_k="x"), "last_k is 'x'"),
+    ],
+)
+def test_what_a_policy_says_of_its_experts_is_checked(
+    change: Callable[[list[dict[str, Any]]], Any], message: str, full: Arm, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(full.checkpoint, broken)
+    config = json.loads((broken / "config.json").read_text())
+    change(config["experts"])
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ExpertError, match=message):
+        run(eval_config(full, tmp_path / "eval", model=str(broken)))
+    with pytest.raises(ExpertError, match=message):
+        export_latent(broken, tmp_path / "export", name="x", tolerance=1e-4)
+    assert not (tmp_path / "export").exists()
 
 
 @pytest.mark.parametrize("condition", ["local", "no-python", "plain"])

@@ -19,7 +19,7 @@ from rivet.config import ConfigError, load_config
 from rivet.grading import Grade, Grader, Request
 from rivet.latent.states import ExpertStates, ProblemStates
 from rivet.trajectory import Segment, Trajectory
-from stages.latent.evaluate import correlations
+from stages.latent.evaluate import ENTROPIES, correlations
 from stages.latent.listener import Listener
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.specialists import SPECIALISTS, word_tokenizer
@@ -115,7 +115,8 @@ def test_correlations_are_of_entropy_with_reward_and_of_their_differences() -> N
         }
         for n, reward in enumerate([0.1, 0.3, 0.2, 0.6])
     ]
-    found = correlations([*lines, {"step": 9}])
+    lost = {"reward/mean": 0.1, **dict.fromkeys(ENTROPIES)}  # null: it was no number
+    found = correlations([*lines, {"step": 9}, {"step": 10, **lost}])
     assert found["steps"] == 4
     assert found["per_head"] == pytest.approx(-1.0)
     assert found["per_head_differences"] == pytest.approx(-1.0)

@@ -24,6 +24,7 @@ from rivet.runs import RunFinishedError
 from stages.export import ExportConfig
 from stages.export import run as export
 from stages.latent import export as latent_export
+from stages.latent.main import run as run_latent
 from stages.latent.run import run_arm
 from stages.latent.source import LatentSource
 from stages.latent.trainer import LatentTrainer
@@ -215,6 +216,12 @@ def test_a_world_of_other_settings_is_not_reused(tmp_path: Path) -> None:
         ({"warm_steps": -1}, "warm_steps is -1"),
         ({"backend": "vllm", "use_peft": True}, "expected local"),
         ({"adapter_learning_rate": 0.0}, "above 0"),
+        ({"adapter_learning_rate": float("inf")}, "above 0 and finite"),
+        ({"adapter_width": 0}, "adapter_width is 0"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"problems": "latentworld"}, "a .jsonl file each"),
+        ({"test_problems": ""}, "a .jsonl file each"),
+        ({"model": "", "experts": [], "arm": "one-expert", "expert": "gpt"}, "one of primes"),
         ({"experts": []}, "expected both, or neither"),
         ({"experts": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "each once"),
         ({"arm": "single", "train_policy": False}, "train_policy is false"),
@@ -225,6 +232,64 @@ def test_settings_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         latent_config(tmp_path, tmp_path / "run", **changes)
+
+
+def test_a_control_that_cannot_be_is_refused_before_the_first_arm(
+    world: Path, tmp_path: Path
+) -> None:
+    config = latent_config(world, tmp_path / "run", train_policy=False, controls=["single"])
+    with pytest.raises(ConfigError, match="controls: single: train_policy is false"):
+        run_latent(config)
+    assert not (tmp_path / "run").exists()
+
+
+def _problems(folder: Path, world: Path, count: int, first_family: str = "small") -> str:
+    """The first training problems in a file of their own, the first in a family of its choice."""
+    lines = [json.loads(x) for x in (world / "train.jsonl").read_text().splitlines()[:count]]
+    lines[0]["meta"]["family"] = first_family
+    path = folder / f"{first_family}-{count}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_problems_that_cannot_make_a_run_are_refused_before_it_starts(
+    world: Path, tmp_path: Path
+) -> None:
+    few, alone = _problems(tmp_path, world, 3), _problems(tmp_path, world, 8, "alone")
+    train, test = str(world / "train.jsonl"), str(world / "test.jsonl")
+    refused: dict[str, dict[str, Any]] = {
+        "gives 3 training problems; expected at least 4": {"problems": few},
+        "test_problems: 8 of 8 are training problems too": {"test_problems": train},
+        "^problems: one problem only of the family 'alone'": {"arm": "shuffled", "problems": alone},
+        "test_problems: one problem only of the family": {"problems": test, "test_problems": alone},
+    }
+    for message, changes in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            run_arm(latent_config(world, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_that_cannot_take_part_are_refused_before_it_starts(
+    world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    latent = str(finished[0] / "checkpoint")
+    llama = {"path": str(world / "llama"), "last_k": 2}
+    cut = tmp_path / "cut"
+    shutil.copytree(world / "policy", cut)
+    broken = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(broken[: len(broken) // 2])
+    twice = [{"name": "a", **llama}, {"name": "b", **llama}]
+    refused: dict[str, dict[str, Any]] = {
+        "a latent policy already; expected a causal": {"model": latent},
+        "gone": {"model": str(tmp_path / "gone")},
+        "model.safetensors: broken weights": {"model": str(cut)},
+        "is a latent policy, which listens": {"experts": [{"name": "a", "path": latent}]},
+        "experts a and b are the same model, read in the same way": {"experts": twice},
+    }
+    for message, changes in refused.items():
+        with pytest.raises(ValueError, match=message):
+            run_arm(latent_config(world, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_lies_in_the_way_of_a_run_is_left_alone(world: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from rivet.latent.cache import CacheError, StateCache, read_states
 from rivet.latent.experts import ExpertError, ExpertSpec, FrozenExpert
@@ -71,7 +71,15 @@ def test_an_expert_in_bfloat16_gives_bfloat16_states_that_join_others(tmp_path: 
     [
         ({"layers": (7,)}, "layer 7 .* expected -3 to 2"),
         ({"last_k": 0}, "last_k is 0"),
-        ({"layers": ()}, "at least one token and one layer"),
+        ({"last_k": "four"}, "last_k is 'four'; expected at least one token"),
+        ({"layers": ()}, "at least one layer"),
+        ({"layers": -1}, "layers is -1; expected a list"),
+        ({"layers": "last"}, "layers is 'last'; expected a list"),
+        ({"dtype": "float8"}, "dtype is 'float8'; expected one of float32"),
+        ({"reading": "Chat"}, "reading is 'Chat'; expected plain or chat"),
+        # It names a folder of the cache.
+        ({"name": "../../elsewhere"}, "name is .* expected letters"),
+        ({"path": 3}, "path is 3; expected a folder or a Hub name"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
@@ -90,6 +98,34 @@ def test_a_missing_chat_template_is_refused_with_the_way_out() -> None:
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExpertError, match="expert e: .* cannot be loaded"):
         FrozenExpert.load(ExpertSpec("e", str(tmp_path)))
+    for missing in (str(tmp_path / "gone"), "runs/latent/gone"):
+        with pytest.raises(ExpertError, match="gone: no such folder"):
+            FrozenExpert.load(ExpertSpec("e", missing))
+
+
+def test_weights_that_were_cut_short_or_are_missing_are_refused(tmp_path: Path) -> None:
+    expert = make()
+    expert.model.save_pretrained(tmp_path)
+    expert.tokenizer.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ExpertError, match="expert e: .* cannot be loaded"):
+        FrozenExpert.load(ExpertSpec("e", str(tmp_path)))
+    tensors = load(whole)
+    # transformers would draw it at random and say so in a log.
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ExpertError, match="lacks 1 weights, model.layers.0.mlp.up_proj.weight"):
+        FrozenExpert.load(ExpertSpec("e", str(tmp_path)))
+
+
+def test_a_problem_longer_than_an_expert_reads_is_refused() -> None:
+    expert = make()
+    limit = expert.model.config.max_position_embeddings
+    expert.read(["7 " * (limit // 4)])
+    with pytest.raises(ExpertError, match=f"expert e: the problem '7 7 .* it reads {limit}"):
+        expert.read(["3", "7 " * limit])
 
 
 @pytest.mark.parametrize("given", ["text", {"name": "e"}, {"name": "e", "path": "p", "layer": 1}])

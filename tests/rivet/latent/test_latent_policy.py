@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load, save_file
 from torch import Tensor
 from trl.trainer.utils import add_fused_lm_head
 
+from rivet.checkpoints import CheckpointError
 from rivet.latent.adapter import AdapterSettings
 from rivet.latent.cache import read_states
 from rivet.latent.experts import FrozenExpert, weights_digest
@@ -242,6 +245,23 @@ def test_a_saved_policy_reloads_to_equal_logits_and_names_its_experts(
     assert torch.equal(loaded(**inputs).logits, policy(**inputs).logits)
     assert loaded.config.experts == [{"name": "llama", "revision": "abc"}]
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
+def test_a_broken_checkpoint_is_refused(policy: LatentPolicy, tmp_path: Path) -> None:
+    policy.save_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config, tensors = json.loads(path.read_text()), load(weights.read_bytes())
+    path.write_text(json.dumps(config | {"adapter": config["adapter"] | {"num_heads": 7}}))
+    with pytest.raises(LatentPolicyError, match=r"cannot be loaded .* no multiple of 7 heads"):
+        load_policy(tmp_path)
+    path.write_text(json.dumps(config))
+    del tensors[next(name for name in tensors if "context_adapter" in name)]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(LatentPolicyError, match="1 weights are missing"):
+        load_policy(tmp_path)
+    weights.write_bytes(b"cut short")
+    with pytest.raises(CheckpointError, match="broken weights"):
+        load_policy(tmp_path)
 
 
 def test_a_plain_model_is_no_latent_policy(policy: LatentPolicy, tmp_path: Path) -> None:
