@@ -6,6 +6,7 @@ that each rule is written once. What a stage adds is in its own `config` module.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ class TrainingSettings:
             args.bf16 = False  # TRL's default would be bfloat16 autocast, slower on most CPUs
         if not torch.cuda.is_available():
             args.dataloader_pin_memory = False  # there is nothing to pin for; torch warns
+        self._check_run()  # TRL divides by some of these
         super().__post_init__()  # type: ignore[misc] # TRL's, next in line
         if not 0 <= args.seed < 2**32:
             raise ValueError(f"seed is {args.seed}; expected 0 to {2**32 - 1}")
@@ -79,6 +81,24 @@ class TrainingSettings:
             task_type="CAUSAL_LM",
         )
 
+    def _check_run(self) -> None:
+        """Refuse numbers that transformers would take, and train otherwise or not at all."""
+        args: Any = self
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} is {getattr(args, name)}; expected at least 1")
+        if args.max_steps < 1 and args.max_steps != -1:
+            raise ValueError(
+                f"max_steps is {args.max_steps}; expected at least 1, or -1 to count in "
+                "num_train_epochs"
+            )
+        for name in ("num_train_epochs", "save_steps"):
+            if not 0 < getattr(args, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(args, name)}; expected above 0")
+        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(args, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(args, name)}; expected at least 0")
+
     def _check_adapter(self) -> None:
         for name in ("lora_r", "lora_alpha"):
             if getattr(self, name) < 1:
@@ -92,7 +112,13 @@ class TrainingSettings:
 
     def _check_exact_resume(self) -> None:
         """Refuse what would make a resumed run differ from an undisturbed one."""
-        for name in ("save_only_model", "ignore_data_skip"):
+        args: Any = self
+        if args.resume_from_checkpoint:
+            raise ValueError(
+                f"resume_from_checkpoint is {args.resume_from_checkpoint!r}; expected null: the "
+                "same command goes on where its run folder stopped"
+            )
+        for name in ("save_only_model", "ignore_data_skip", "auto_find_batch_size"):
             if getattr(self, name):
                 raise ValueError(f"{name} is true; expected false: {_NOT_EQUAL}")
         if self.save_total_limit is not None and self.save_total_limit < 2:

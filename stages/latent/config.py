@@ -206,8 +206,6 @@ class LatentConfig(Stage1Config):
         for name in ("adapter_learning_rate", "warm_learning_rate", "world_effort"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected above 0 and finite")
-        if self.max_steps == 0:
-            raise ValueError("max_steps is 0; expected at least 1, or -1 for num_train_epochs")
         if self.adapter_width % self.adapter_heads:
             raise ValueError(
                 f"adapter_width {self.adapter_width} is no multiple of {self.adapter_heads} heads"

@@ -17,6 +17,8 @@ from stages.stage1.objective import (
     ExpertLoss,
     LossType,
     ObjectiveSettings,
+    RatioLevel,
+    Scale,
     Shaping,
     preset,
 )
@@ -26,6 +28,12 @@ AlarmAction = Literal["stop", "warn", "off"]
 RatioTo = Literal["trainer", "engine"]
 # Losses that divide by a number of tokens; the others divide by trajectories (`loss_scale`).
 _BY_TOKENS = ("dapo", "bnpo", "cispo", "vespo")
+# Settings of TRL that are text there, and any other word would count as one of these.
+_WORDS = {
+    "loss_type": LossType,
+    "importance_sampling_level": RatioLevel,
+    "scale_rewards": Scale,
+}
 # Settings of TRL whose code needs one advantage for a whole trajectory, or a loss of its own.
 _NOT_BY_TOKEN = {
     "off_policy_mask_threshold": None,
@@ -165,6 +173,12 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
     save_steps: float = setting(10, "Steps between two checkpoints to resume from.")
 
     def __post_init__(self) -> None:
+        # TRL divides by it.
+        if self.num_generations is not None and self.num_generations < 2:
+            raise ValueError(
+                f"num_generations is {self.num_generations}; expected at least 2: an advantage is "
+                "taken within a group"
+            )
         super().__post_init__()
         self._check_values()
         self._check_resume()
@@ -227,10 +241,15 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
         if self.importance_clip is not None and self.importance_clip <= 0:
             raise ValueError(f"importance_clip is {self.importance_clip}; expected above 0 or null")
-        if self.loss_type not in get_args(LossType):
-            raise ValueError(
-                f"loss_type is {self.loss_type!r}; expected one of {', '.join(get_args(LossType))}"
-            )
+        for name, known in _WORDS.items():
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected one of "
+                    f"{', '.join(get_args(known))}"
+                )
+        for name in ("beta", "epsilon", "epsilon_high"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
         if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
             raise ValueError(
                 f"epsilon_high is {self.epsilon_high}; expected at least 1 with loss_type cispo, "
@@ -286,6 +305,11 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout}; expected 0: the policy that is trained must "
                 "be the one that samples"
+            )
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"neftune_noise_alpha is {self.neftune_noise_alpha}; expected null: the policy "
+                "that is trained must be the one that samples"
             )
         if self.use_vllm:
             raise ValueError(

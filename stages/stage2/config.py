@@ -13,6 +13,18 @@ from stages.training_settings import TrainingSettings, setting
 Use = Literal["any", "expert", "code", "expert_or_code"]
 
 
+_SAMPLING = ("group_by_length", "random", "sequential")
+# Settings of TRL that nothing reads here, with the only value that is true.
+_NOT_DONE = {
+    "loss_type": "nll",
+    "label_smoothing_factor": 0.0,
+    "assistant_only_loss": False,
+    "completion_only_loss": None,
+    "padding_free": False,
+    "packing_strategy": "bfd",
+}
+
+
 @dataclass
 class WeightedSFTConfig(TrainingSettings, SFTConfig):
     """What every run of the weighted trainer shares: the objective and how it is run."""
@@ -54,6 +66,7 @@ class WeightedSFTConfig(TrainingSettings, SFTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.objective()
+        self._check_trainer()
 
     def objective(self) -> Objective:
         """The objective that these settings describe."""
@@ -66,6 +79,29 @@ class WeightedSFTConfig(TrainingSettings, SFTConfig):
             train_reply_tags=self.train_reply_tags,
             normalization=self.normalization,
         )
+
+    def _check_trainer(self) -> None:
+        """Refuse what the weighted trainer would silently not do."""
+        for name, expected in _NOT_DONE.items():
+            if getattr(self, name) != expected:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected {expected!r}: the weights of "
+                    "tokens and the packing are ours"
+                )
+        if self.max_length is None and self.packing:
+            raise ValueError("max_length is null; expected the length of a packed row, in tokens")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length is {self.max_length}; expected at least 1, or null")
+        if self.train_sampling_strategy not in _SAMPLING:
+            raise ValueError(
+                f"train_sampling_strategy is {self.train_sampling_strategy!r}; expected one of "
+                f"{', '.join(_SAMPLING)}"
+            )
+        if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no":
+            raise ValueError(
+                f"eval_strategy is {self.eval_strategy!r}; expected no: use `rivet eval` on a "
+                "checkpoint"
+            )
 
 
 @dataclass
