@@ -68,7 +68,7 @@ def check_latent(folder: Path, asked: EvalConfig) -> OpenedLatent:
     register()
     opened = check_checkpoint(folder)
     config = LatentPolicyConfig.from_pretrained(folder)
-    check_named(config)
+    check_named(config, folder)
     known = ("experts", "no-expert") if config.experts else ("no-expert",)
     wrong = [condition for condition in asked.conditions if condition not in known]
     if wrong:

@@ -94,7 +94,7 @@ class StateCache:
 
     def _load(self, folder: Path) -> None:
         manifest = folder / _MANIFEST
-        if manifest.is_file() and json.loads(manifest.read_text("utf-8")) != self._identity:
+        if manifest.is_file() and _manifest(manifest) != self._identity:
             raise CacheError(
                 f"{manifest}: describes another expert than {self._expert.spec.path}; expected "
                 f"key {self.key}: remove {folder}"
@@ -114,7 +114,20 @@ class StateCache:
                     f"{path}: holds states of another expert or revision (key {found}), expected "
                     f"{self.key} of {self._expert.spec.path}; remove the file"
                 )
-            raw = bytes(tensors["digests"].flatten().tolist())
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            count = shapes.get("digests", (0,))[0] // _DIGEST
+            slots, width = self._expert.slots, self._expert.width
+            expected = {
+                "values": (count, slots, width),
+                "mask": (count, slots),
+                "digests": (count * _DIGEST,),
+            }
+            if shapes != expected:
+                raise CacheError(
+                    f"{path}: holds {shapes}, expected {expected}; remove the file, and its "
+                    "problems are read again"
+                )
+            raw = bytes(tensors["digests"].tolist())
             digests = [raw[n : n + _DIGEST] for n in range(0, len(raw), _DIGEST)]
             self._add(digests, ProblemStates(tensors["values"], tensors["mask"].bool()))
             self._shards += 1
@@ -192,6 +205,14 @@ def _logged(cache: StateCache, problems: Sequence[str]) -> ProblemStates:
         len(problems),
     )
     return states
+
+
+def _manifest(path: Path) -> object:
+    """What a cache says of its expert; None where it cannot be read."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return None
 
 
 def _digest(problem: str) -> bytes:

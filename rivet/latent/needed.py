@@ -67,13 +67,17 @@ def load_needed(
     return experts
 
 
-def check_named(config: LatentPolicyConfig) -> None:
+def check_named(config: LatentPolicyConfig, folder: str | Path = "") -> None:
     """Check what a policy's configuration says of its experts, short of loading any.
+
+    Args:
+        config: Of the policy.
+        folder: Where it lies, for the message.
 
     Raises:
         ExpertError: An entry is broken, or the adapter was made for others than are named.
     """
-    where = f"{config.name_or_path or 'the policy'}/config.json: experts"
+    where = f"{Path(folder) / 'config.json'}: experts"
     for given in config.experts:
         wrong = (
             [key for key in _REQUIRED if not isinstance(given.get(key), str)]

@@ -406,4 +406,10 @@ def load_policy(folder: str | Path, **kwargs: Any) -> LatentPolicy:
             f"{folder}: {len(missing)} weights are missing, {missing[0]} first; expected a whole "
             "checkpoint: copy it again"
         )
+    vocabulary = policy.get_input_embeddings().num_embeddings
+    if policy.config.adapter and not 0 <= policy.config.placeholder_id < vocabulary:
+        raise LatentPolicyError(
+            f"{folder}/config.json: placeholder_id is {policy.config.placeholder_id}; expected a "
+            f"token below {vocabulary}: copy the checkpoint again"
+        )
     return policy.eval()

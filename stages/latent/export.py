@@ -55,7 +55,7 @@ def export_latent(source: Path, target: Path, *, name: str, tolerance: float) ->
         rivet.latent.experts.ExpertError: It does not say which experts it needs.
     """
     policy, tokenizer = load_policy(source), load_tokenizer(source)
-    check_named(policy.config)
+    check_named(policy.config, source)
     settings = ProtocolSettings.load(source)
     with atomic_folder(target) as folder:
         policy.save_pretrained(folder)

@@ -25,7 +25,7 @@ from rich.table import Table
 from eval.latent_report import write_latent_report
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json
-from rivet.runs import RunFinishedError
+from rivet.runs import RunDirError, RunFinishedError
 from stages.latent.config import LatentConfig, arm_folder
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: A control cannot have these settings; nothing has started.
+        RunDirError: The folder is the run of one stage.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir)
@@ -51,6 +52,11 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
             faults.append(f"controls: {arm}: {error}")
     if faults:
         raise ConfigError(faults)
+    if (folder / "config.json").is_file():
+        raise RunDirError(
+            f"{folder}: a run folder already, whose results would be lost; expected a folder for "
+            "the arms: choose another"
+        )
     for arm_config in arms:
         results.append(finished_or_run(arm_config))
         atomic_write_json(folder / "results.json", {"arms": results})

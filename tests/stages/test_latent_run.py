@@ -20,7 +20,7 @@ from rivet.interrupt import Interrupted
 from rivet.latent.cache import CacheError, read_states
 from rivet.latent.experts import ExpertSpec, FrozenExpert
 from rivet.latent.policy import load_policy
-from rivet.runs import RunFinishedError
+from rivet.runs import RunDirError, RunFinishedError
 from stages.export import ExportConfig
 from stages.export import run as export
 from stages.latent import export as latent_export
@@ -290,6 +290,15 @@ def test_models_that_cannot_take_part_are_refused_before_it_starts(
         with pytest.raises(ValueError, match=message):
             run_arm(latent_config(world, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_run_of_one_stage_is_no_folder_for_arms(
+    finished: tuple[Path, dict[str, Any]], world: Path
+) -> None:
+    before = (finished[0] / "results.json").read_bytes()
+    with pytest.raises(RunDirError, match="a run folder already"):
+        run_latent(latent_config(world, finished[0]))
+    assert (finished[0] / "results.json").read_bytes() == before
 
 
 def test_what_lies_in_the_way_of_a_run_is_left_alone(world: Path, tmp_path: Path) -> None:

@@ -192,6 +192,26 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
         StateCache(tmp_path, make())
 
 
+def test_files_of_other_content_are_named(tmp_path: Path) -> None:
+    expert = make()
+    cache = StateCache(tmp_path, expert)
+    cache.states(PROBLEMS)
+    assert cache.folder is not None
+    (path,) = cache.folder.glob("*.safetensors")
+    tensors = load(path.read_bytes())
+    for broken in (
+        {name: t for name, t in tensors.items() if name != "digests"},
+        tensors | {"values": tensors["values"][:, :, :5].contiguous()},
+        tensors | {"mask": tensors["mask"][:1].contiguous()},
+    ):
+        save_file(broken, path, metadata={"key": cache.key})
+        with pytest.raises(CacheError, match=r"safetensors: holds .* remove the file"):
+            StateCache(tmp_path, expert)
+    (cache.folder / "expert.json").write_text("{")
+    with pytest.raises(CacheError, match=r"expert.json: describes another expert"):
+        StateCache(tmp_path, expert)
+
+
 def test_states_of_experts_over_other_problems_do_not_join() -> None:
     def states(n: int) -> ProblemStates:
         return ProblemStates(torch.zeros(n, 2, 8), torch.ones(n, 2, dtype=torch.bool))

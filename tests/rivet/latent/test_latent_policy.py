@@ -254,6 +254,9 @@ def test_a_broken_checkpoint_is_refused(policy: LatentPolicy, tmp_path: Path) ->
     path.write_text(json.dumps(config | {"adapter": config["adapter"] | {"num_heads": 7}}))
     with pytest.raises(LatentPolicyError, match=r"cannot be loaded .* no multiple of 7 heads"):
         load_policy(tmp_path)
+    path.write_text(json.dumps(config | {"placeholder_id": 10**6}))
+    with pytest.raises(LatentPolicyError, match="placeholder_id is 1000000; expected a token"):
+        load_policy(tmp_path)
     path.write_text(json.dumps(config))
     del tensors[next(name for name in tensors if "context_adapter" in name)]
     save_file(tensors, weights, metadata={"format": "pt"})
