@@ -202,7 +202,9 @@ def describe(comparison: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Compare two evaluated conditions."""
     parser = argparse.ArgumentParser(
-        prog="rivet compare", description="Paired bootstrap difference of two runs, B minus A."
+        allow_abbrev=False,
+        prog="rivet compare",
+        description="Paired bootstrap difference of two runs, B minus A.",
     )
     parser.add_argument("run_a", type=Path, help="folder of a condition, such as RUN/experts")
     parser.add_argument("run_b", type=Path, help="folder of the condition to compare with it")

@@ -68,6 +68,7 @@ def find_contamination(
 def main(argv: list[str] | None = None) -> int:
     """Run `rivet contamination`."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="rivet contamination",
         description="List evaluation problems that a training set holds, with the evidence.",
     )

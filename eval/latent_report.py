@@ -28,8 +28,21 @@ _FILE = "results.json"
 
 def is_latent_run(folder: Path) -> bool:
     """Whether a folder holds results of an arm, of several, or of a study."""
-    found = read_json(folder / _FILE)
-    return "arms" in found or {"arm", "rows"} <= found.keys() or {"runs", "gates"} <= found.keys()
+    found = _results(folder)
+    return "arms" in found or _is_arm(found) or {"runs", "gates"} <= found.keys()
+
+
+def _is_arm(found: Mapping[str, Any]) -> bool:
+    return {"arm", "rows"} <= found.keys()
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    """What a folder's own file says, or without one, as in a seed's folder, its arms' files."""
+    if found := read_json(folder / _FILE):
+        return found
+    below = {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{_FILE}"))}
+    arms = [{**arm, "name": name, "folder": name} for name, arm in below.items() if _is_arm(arm)]
+    return {"arms": arms} if arms else {}
 
 
 def write_latent_report(folder: Path, out: Path | None = None) -> Path:
@@ -46,7 +59,7 @@ def write_latent_report(folder: Path, out: Path | None = None) -> Path:
         ReportError: The folder holds no latent results.
     """
     out = out or folder
-    found = read_json(folder / _FILE)
+    found = _results(folder)
     if not is_latent_run(folder):
         raise ReportError(f"{folder}/{_FILE}: no results of `rivet latent` or `rivet latent-study`")
     if "gates" not in found:

@@ -21,7 +21,9 @@ from rivet.files import atomic_write_text
 def main(argv: list[str] | None = None) -> int:
     """Run `rivet benchmarks`."""
     parser = argparse.ArgumentParser(
-        prog="rivet benchmarks", description="List benchmarks, load them, write them as JSONL."
+        allow_abbrev=False,
+        prog="rivet benchmarks",
+        description="List benchmarks, load them, write them as JSONL.",
     )
     parser.add_argument("names", nargs="*", help="benchmarks and suites to load; none: list all")
     parser.add_argument("--data_dir", "--data-dir", help="folder with copies of the benchmarks")

@@ -38,7 +38,9 @@ _SHARD_ROWS = 1024
 def main(argv: list[str] | None = None) -> int:
     """Run `rivet regrade`."""
     parser = argparse.ArgumentParser(
-        prog="rivet regrade", description="Grade the samples of a finished evaluation again."
+        allow_abbrev=False,
+        prog="rivet regrade",
+        description="Grade the samples of a finished evaluation again.",
     )
     parser.add_argument("run", type=Path, help="folder of a finished evaluation")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")

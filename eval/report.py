@@ -97,7 +97,9 @@ def write_report(
 def main(argv: list[str] | None = None) -> int:
     """Write the report of a run folder."""
     parser = argparse.ArgumentParser(
-        prog="rivet report", description="Write report.html and report.md of a run folder."
+        allow_abbrev=False,
+        prog="rivet report",
+        description="Write report.html and report.md of a run folder.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="run folders, such as runs/demo")
     parser.add_argument("--out", type=Path, help="where to write; default: the first run folder")

@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rivet experts", description="Serve or check experts.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="rivet experts", description="Serve or check experts."
+    )
     actions = parser.add_subparsers(dest="action", required=True)
     check = actions.add_parser("check", help="ask every endpoint of an experts file one question")
     check.add_argument("file", help="the experts file (YAML)")

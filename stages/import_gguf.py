@@ -27,7 +27,9 @@ class ImportGgufError(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rivet import-gguf`."""
     parser = argparse.ArgumentParser(
-        prog="rivet import-gguf", description="Save the model in a GGUF file as a checkpoint."
+        allow_abbrev=False,
+        prog="rivet import-gguf",
+        description="Save the model in a GGUF file as a checkpoint.",
     )
     parser.add_argument("source", help="a .gguf file, or an installed package that holds one")
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")

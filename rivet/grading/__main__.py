@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bulk(arguments: Sequence[str]) -> int:
     """Grade a file of answers."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m rivet.grading",
         description="Grade a file of answers. `python -m rivet.grading intake` checks golds.",
     )
@@ -64,6 +65,7 @@ def bulk(arguments: Sequence[str]) -> int:
 def intake(arguments: Sequence[str]) -> int:
     """List the golds that cannot be graded with."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m rivet.grading intake",
         description="List the golds that do not parse fully, do not equal themselves, or do not "
         "change when one digit does.",

@@ -25,7 +25,7 @@ import torch
 from data.miniworld.tasks import build_split
 from data.problems import Problem
 from eval.grade import load_gradable
-from rivet.config import parse_config
+from rivet.config import ConfigError, parse_config
 from rivet.experts.config import ExpertConfig, load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.rollout.backend_settings import MAY_CHANGE
@@ -117,16 +117,18 @@ def read_problems(config: Stage1Config) -> list[Problem]:
 
     Raises:
         ProblemFileError: The file is broken.
-        ValueError: There are fewer than one step takes.
+        ConfigError: There are fewer than one step takes.
     """
     if config.problems == "miniworld":
         problems = build_split("train", config.problems_per_family, config.seed)
     else:
         problems = load_gradable(config.problems)
     if len(problems) < config.prompts_per_step:
-        raise ValueError(
-            f"{config.problems}: {len(problems)} problems; expected at least "
-            f"{config.prompts_per_step}, what one step takes"
+        raise ConfigError(
+            [
+                f"problems: {config.problems} holds {len(problems)}; expected at least "
+                f"{config.prompts_per_step}, what one step takes"
+            ]
         )
     return problems
 

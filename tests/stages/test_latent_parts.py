@@ -234,6 +234,10 @@ def test_a_report_of_arms_is_one_page_that_loads_nothing(tmp_path: Path) -> None
     alone = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "full: primes" in alone and "single" not in alone
     assert not (folder / "full" / "report.html").exists()
+    # A folder of a study's seed has no file of its own: those of its arms are read.
+    (folder / "results.json").unlink()
+    assert report([str(folder), "--out", str(tmp_path / "seed")]) == 0
+    assert "full: primes" in (tmp_path / "seed" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_report_of_a_study_has_means_claims_and_a_page_of_each_seed(tmp_path: Path) -> None:
