@@ -13,37 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from untrained import write_untrained
 
-from data.miniworld.dialogues import tokenizer_corpus
-from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunFinishedError
-from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 from stages.collect import CollectConfig, read_problems, run, summary
-from stages.mini_controller import build_model, build_tokenizer
 
 COUNT = 24
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained mini controller as a checkpoint folder."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer(tokenizer_corpus(300), words=list(EXPERTS))
-    build_model(tokenizer, seed=0, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
-    tokenizer.hf.save_pretrained(folder)
-    ProtocolSettings(
-        prompt="bare",
-        after_tag="",
-        experts=tuple(ExpertCard(name) for name in EXPERTS),
-        limits=RolloutLimits(max_completion_length=24),
-    ).save(folder)
-    return folder
+    """A checkpoint whose answers do not matter."""
+    return write_untrained(tmp_path_factory.mktemp("model"), RolloutLimits(24))
 
 
 def settings_of(model: Path, output: Path, **overrides: Any) -> dict[str, Any]:

@@ -12,14 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from untrained import write_untrained
 
-from data.miniworld.dialogues import tokenizer_corpus
-from data.miniworld.experts import EXPERTS
 from rivet.rollout.types import RolloutLimits
-from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
-from stages.mini_controller import build_model, build_tokenizer
 
 REPO = Path(__file__).parents[2]
 pytestmark = [
@@ -32,18 +29,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained mini controller as a checkpoint folder."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer(tokenizer_corpus(300), words=list(EXPERTS))
-    build_model(tokenizer, seed=0, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
-    tokenizer.hf.save_pretrained(folder)
-    ProtocolSettings(
-        prompt="bare",
-        after_tag="",
-        experts=tuple(ExpertCard(name) for name in EXPERTS),
-        limits=RolloutLimits(max_completion_length=48),
-    ).save(folder)
-    return folder
+    """A checkpoint whose answers do not matter."""
+    return write_untrained(tmp_path_factory.mktemp("model"), RolloutLimits(48))
 
 
 def command(module: str, model: Path, output: Path, *more: str) -> list[str]:

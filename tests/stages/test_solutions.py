@@ -5,21 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from untrained import write_untrained
 
-from data.miniworld.dialogues import tokenizer_corpus
 from data.miniworld.experts import EXPERTS, route
 from data.miniworld.tasks import build_split
 from data.problems import Problem
 from rivet.config import load_config
 from rivet.experts.ledger import read_spent
 from rivet.interrupt import Interrupted
+from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunFinishedError
-from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 from stages.experts import start_miniworld_experts
-from stages.mini_controller import build_model, build_tokenizer
 from stages.solutions import SolutionsConfig, question_for, run
 from stages.stage2.candidates import Candidate
 from stages.stage2.filter import Filter, FilterRules
@@ -27,15 +25,8 @@ from stages.stage2.filter import Filter, FilterRules
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained mini controller: only its tokenizer and protocol are used."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = build_tokenizer(tokenizer_corpus(300), words=list(EXPERTS))
-    build_model(tokenizer, seed=0, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
-    tokenizer.hf.save_pretrained(folder)
-    cards = tuple(ExpertCard(e.name, e.skill) for e in EXPERTS.values())
-    ProtocolSettings("bare", "", cards).save(folder)
-    return folder
+    """A checkpoint whose answers do not matter."""
+    return write_untrained(tmp_path_factory.mktemp("checkpoint"), RolloutLimits())
 
 
 def test_every_expert_answers_and_who_knows_the_family_is_right(

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
+from untrained import write_untrained
 
-from data.miniworld.dialogues import tokenizer_corpus
 from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split
 from data.problems import ProblemFileError
@@ -18,9 +17,8 @@ from rivet.experts.config import ExpertsFileError
 from rivet.experts.pool import ExpertsUnavailableError
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDir
-from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
+from rivet.settings import ProtocolSettings, SettingsError
 from rivet.store import TrajectoryStore
-from stages.mini_controller import build_model, build_tokenizer
 from stages.stage1.config import Stage1Config
 from stages.stage1.main import main, run
 from stages.stage1.objective import ObjectiveSettings
@@ -40,17 +38,8 @@ experts:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained mini controller, smaller still."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = build_tokenizer(tokenizer_corpus(300), words=list(EXPERTS))
-    model = build_model(tokenizer, seed=0, hidden_size=32, num_hidden_layers=1)
-    model.save_pretrained(folder)
-    tokenizer.hf.save_pretrained(folder)
-    cards = tuple(ExpertCard(e.name, e.skill) for e in EXPERTS.values())
-    limits = RolloutLimits(40, 2, 2, 24, 16)
-    ProtocolSettings("bare", "", cards, limits).save(folder)
-    return folder
+    """A checkpoint whose answers do not matter."""
+    return write_untrained(tmp_path_factory.mktemp("checkpoint"), RolloutLimits(40, 2, 2, 24, 16))
 
 
 def settings(checkpoint: Path, folder: Path) -> list[str]:
@@ -133,7 +122,7 @@ def test_a_broken_problems_file_is_named_with_its_line(checkpoint: Path, tmp_pat
     with pytest.raises(ProblemFileError, match=r"p\.jsonl:2: not valid JSON"):
         run(config(checkpoint, tmp_path / "run", problems=str(path)))
     path.write_text(json.dumps({"id": "a", "problem": "1+1", "answer": "2"}) + "\n")
-    with pytest.raises(ValueError, match=r"1 problems; expected at least 2"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl holds 1; expected at least 2"):
         run(config(checkpoint, tmp_path / "run", problems=str(path)))
     assert not (tmp_path / "run").exists(), "nothing was started"
 
