@@ -85,6 +85,7 @@ class RunDir:
         overwrite: bool = False,
         resume: bool = True,
         may_change: Collection[str] = (),
+        reopen: bool = False,
     ) -> RunDir:
         """Begin a run, or continue an unfinished one of the same stage and settings.
 
@@ -97,6 +98,7 @@ class RunDir:
             overwrite: Replace a run of this stage that is there, finished or not.
             resume: Continue an unfinished run; False refuses.
             may_change: Settings that may differ when a run is continued, besides paths and logging.
+            reopen: Continue a finished run as well: what `may_change` allows may ask for more.
 
         Raises:
             RunFinishedError: The run is complete and `overwrite` is False.
@@ -113,7 +115,9 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             try:
                 run._lock = FolderLock(path / _LOCK_FILE)
-                run._start(settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change))
+                run._start(
+                    settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change), reopen
+                )
                 run._log = _attach_log(path / LOG_FILE)
             except BaseException as error:
                 run.close()
@@ -232,6 +236,7 @@ class RunDir:
         overwrite: bool,
         resume: bool,
         may_change: Collection[str],
+        reopen: bool,
     ) -> None:
         """Decide under the lock what to do with what is there."""
         old = _read_manifest(self.path)
@@ -248,9 +253,12 @@ class RunDir:
             self._empty()
             manifest = _new_manifest(settings, stage)
         else:
-            self._check_can_resume(old, settings, stage, resume, may_change)
+            self._check_can_resume(old, settings, stage, resume, may_change, reopen)
+            (self.path / FINISHED_FILE).unlink(missing_ok=True)
             self.is_resumed = True
             manifest = {**old, "resumed": [*old.get("resumed", []), process_facts()]}
+            if reopen:  # what is done from now on is what these settings ask for
+                manifest["config"] = settings
             if manifest["resumed"][-1]["git"] != old["git"]:
                 logger.warning("%s: resumed by another commit than it was begun by", self.path)
             recover_folder(self.checkpoint)
@@ -264,6 +272,7 @@ class RunDir:
         stage: str,
         resume: bool,
         may_change: Collection[str],
+        reopen: bool,
     ) -> None:
         _check_version(self.path, old)
         if old["stage"] != stage:
@@ -278,7 +287,7 @@ class RunDir:
                 "the same settings to resume, choose another folder, or replace it with "
                 "--overwrite true"
             )
-        if self.is_finished:
+        if self.is_finished and not reopen:
             raise RunFinishedError(
                 f"{self.path}: this run is finished; replace it with --overwrite true, or choose "
                 "another folder"

@@ -19,6 +19,9 @@ class SettingsError(ValueError):
     """`rivet.json` is missing, broken, or of another protocol version."""
 
 
+Prompt = Literal["bare", "instruct"]
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertCard:
     """How an expert is presented to the controller: its name and what it is good at."""
@@ -33,14 +36,14 @@ class ProtocolSettings:
 
     Attributes:
         prompt: `instruct` explains the protocol in a system message; `bare` gives the problem
-            alone, for controllers that were trained from scratch.
+            alone, which a controller that was trained to speak the protocol needs no more than.
         after_tag: See `rivet.protocol.Style`.
         experts: Whom the controller may name, in the order of the system message.
         limits: Bounds of one trajectory.
         protocol_version: Raised when the grammar changes.
     """
 
-    prompt: Literal["bare", "instruct"] = "instruct"
+    prompt: Prompt = "instruct"
     after_tag: str = "\n"
     experts: tuple[ExpertCard, ...] = ()
     limits: RolloutLimits = field(default_factory=RolloutLimits)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.miniworld.tasks import build_split
+from data.miniworld.tasks import build_split, check_families
 from data.problems import Problem
 from eval.generate import SampleSpec, sample
 from eval.grade import load_gradable
@@ -64,6 +64,10 @@ class CollectConfig(BackendSettings):
     problems_per_family: int = _setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
+    families: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Families of the mini-world that are asked about; empty: all."},
+    )
     problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
     limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
     mode: Mode = _setting("experts", "Condition to sample under.")
@@ -100,6 +104,7 @@ class CollectConfig(BackendSettings):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_families(self.families)
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
         if self.temperature <= 0:
@@ -166,7 +171,9 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
 def read_problems(config: CollectConfig) -> list[Problem]:
     """Training problems of the mini-world, or of a file, up to the limit."""
     if config.problems == "miniworld":
-        problems = build_split("train", config.problems_per_family, config.problems_seed)
+        problems = build_split(
+            "train", config.problems_per_family, config.problems_seed, config.families
+        )
     else:
         problems = load_gradable(config.problems)
     return problems[: config.limit]

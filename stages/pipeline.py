@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +23,13 @@ from rivet.config import ConfigError, load_config
 from rivet.experts.config import ExpertConfig
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir, RunFinishedError
+from rivet.trajectory import Mode
 
 logger = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent / "recipes"
 PHASES_FILE = "phases.json"
-CONDITIONS = ("experts", "local")
+CONDITIONS: tuple[Mode, ...] = ("experts", "local")
 
 
 def _overrides(phase: str) -> Any:
@@ -183,15 +184,22 @@ class Pipeline:
             **overrides,
         )
 
-    def evaluate(self, checkpoint: Path, label: str) -> list[dict[str, Any]]:
-        """Evaluate a checkpoint with experts and after their removal; gives the result rows.
+    def evaluate(
+        self, checkpoint: Path, label: str, conditions: Sequence[Mode] = CONDITIONS
+    ) -> list[dict[str, Any]]:
+        """Evaluate a checkpoint, by default with experts and after their removal.
+
+        Returns:
+            The result rows, one for each condition.
 
         Accuracy and form are those of greedy decoding. Routing is that of sampling at temperature
         1: greedy decoding of a controller that has no preference yet still names one and the same
         expert for all problems of a kind, which looks like a choice and is none. The greedy figure
         is kept as `route_accuracy_greedy`.
         """
-        rows = self._evaluate(checkpoint, label, label, conditions=list(CONDITIONS))
+        rows = self._evaluate(checkpoint, label, label, conditions=list(conditions))
+        if "experts" not in conditions:
+            return rows
         sampled = self._evaluate(
             checkpoint, label, f"{label}-sampled", conditions=["experts"], temperature=1.0
         )[0]

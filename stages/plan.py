@@ -238,7 +238,7 @@ def _number_of_problems(config: PlanConfig, recipe: Any, notes: list[str]) -> in
     if recipe.problems == "miniworld":
         from data.miniworld.tasks import FAMILIES
 
-        return recipe.problems_per_family * len(FAMILIES)
+        return recipe.problems_per_family * len(recipe.families or FAMILIES)
     path = Path(recipe.problems)
     if path.is_file() and path.suffix == ".jsonl":
         with open(path, encoding="utf-8") as lines:

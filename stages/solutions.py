@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data.miniworld.tasks import FAMILIES, build_split, request_for
+from data.miniworld.tasks import FAMILIES, build_split, check_families, request_for
 from data.problems import Problem
 from eval.generate import sample
 from eval.grade import load_gradable
@@ -64,6 +64,10 @@ class SolutionsConfig:
     problems_per_family: int = _setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
+    families: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Families of the mini-world that are asked about; empty: all."},
+    )
     problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
     limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
     experts: str = _setting(
@@ -82,6 +86,7 @@ class SolutionsConfig:
         for name in ("problems_per_family", "samples_per_expert", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_families(self.families)
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
 
@@ -204,7 +209,9 @@ def run(config: SolutionsConfig) -> Path:
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
     if config.problems == "miniworld":
-        problems = build_split("train", config.problems_per_family, config.problems_seed)
+        problems = build_split(
+            "train", config.problems_per_family, config.problems_seed, config.families
+        )
     else:
         problems = load_gradable(config.problems)
     with RunDir.open(

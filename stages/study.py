@@ -2,10 +2,11 @@
 
     rivet study stages/recipes/study_mini.yaml
 
-Each seed has one warm start; each arm goes on from it: Stage I with some `expert_loss` (or none at
-all), collection, and Stage II in some variants; every checkpoint is evaluated with experts and
-after their removal. Arms are processes of one thread each, `jobs` at a time. A killed study goes on
-where it was; an arm that fails is named in the results and takes none of the others with it.
+Each seed has one warm start; each arm goes on from it, or from a checkpoint of another study:
+Stage I with some `expert_loss` (or none at all), collection, and Stage II in some variants; every
+checkpoint is evaluated. Arms are processes of one thread each, `jobs` at a time. A killed study
+goes on where it was, and one that is given more seeds, arms or variants does what is new; an arm
+that fails is named in the results and takes none of the others with it.
 
     OUTPUT_DIR/seed-1/warm/...                 the warm start of a seed
     OUTPUT_DIR/seed-1/positive/stage1/...      an arm
@@ -30,11 +31,21 @@ from typing import Any
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
-from stages.pipeline import Pipeline, PipelineConfig, check_overrides, write_experts_file
+from rivet.trajectory import Mode
+from stages.pipeline import (
+    CONDITIONS,
+    Pipeline,
+    PipelineConfig,
+    check_overrides,
+    write_experts_file,
+)
 
 logger = logging.getLogger(__name__)
 
 NO_STAGE1 = "none"
+# What may differ when a study goes on: each phase checks its own settings against what is there.
+_MAY_GROW = ("jobs", "seeds", "arms", "variants", "conditions", "stage2_conditions")
+_ARM_KEYS = ("start", "stage1", "collect", "solutions", "stage2")
 
 
 @dataclass
@@ -47,13 +58,28 @@ class StudyConfig(PipelineConfig):
     arms: dict[str, Any] = field(
         default_factory=dict,
         metadata={
-            "help": "Name of each arm: {stage1: settings, stage2: [variants]}; without stage1 the "
-            "arm goes from the warm start to collection. With `solutions: settings` Stage II "
-            "learns the experts' own solutions instead of what is collected."
+            "help": "Name of each arm: {stage1: settings, collect: settings, stage2: [variants]}; "
+            "without stage1 the arm goes from its start to collection. With `solutions: settings` "
+            "Stage II learns the experts' own solutions instead of what is collected. With "
+            "`start: path` the arm starts from there."
+        },
+    )
+    start: str = field(
+        default="",
+        metadata={
+            "help": "Checkpoint that arms start from, `{seed}` standing for the seed: "
+            "runs/study/seed-{seed}/warm/checkpoint. Empty: a warm start of this study's own."
         },
     )
     variants: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Name of each Stage II variant: its settings."}
+    )
+    conditions: list[Mode] = field(
+        default_factory=lambda: list(CONDITIONS),
+        metadata={"help": "Conditions that checkpoints are evaluated under."},
+    )
+    stage2_conditions: list[Mode] | None = field(
+        default=None, metadata={"help": "The same for the checkpoints of Stage II; null: as all."}
     )
     jobs: int = field(
         default_factory=lambda: os.cpu_count() or 1,
@@ -67,13 +93,34 @@ class StudyConfig(PipelineConfig):
         if not self.arms:
             raise ValueError("arms is empty; expected at least one, as in study_mini.yaml")
         for name, arm in self.arms.items():
-            unknown = set(arm) - {"stage1", "solutions", "stage2"}
+            unknown = set(arm) - set(_ARM_KEYS)
             unknown |= set(arm.get("stage2", [])) - set(self.variants)
             if unknown:
                 raise ValueError(
-                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected stage1, "
-                    f"solutions and stage2, and variants among {', '.join(self.variants) or 'none'}"
+                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected "
+                    f"{', '.join(_ARM_KEYS)}, and variants among "
+                    f"{', '.join(self.variants) or 'none'}"
                 )
+        for seed in self.seeds:
+            self.starts(seed)
+
+    def starts(self, seed: int) -> dict[str, Path | None]:
+        """Where each arm of a seed starts; None is the study's own warm start.
+
+        Raises:
+            ValueError: A path has something else than `{seed}` in braces.
+        """
+        found: dict[str, Path | None] = {}
+        for name, arm in self.arms.items():
+            pattern = arm.get("start", self.start)
+            try:
+                found[name] = Path(pattern.format(seed=seed)) if pattern else None
+            except (KeyError, IndexError, ValueError) as error:
+                raise ValueError(
+                    f"arms: {name}: start is {pattern!r}; expected a path in which {{seed}} "
+                    "stands for the seed"
+                ) from error
+        return found
 
 
 def run(config: StudyConfig) -> dict[str, Any]:
@@ -83,14 +130,22 @@ def run(config: StudyConfig) -> dict[str, Any]:
         The content of `results.json`.
 
     Raises:
-        rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
+        rivet.config.ConfigError: Settings are wrong, or a checkpoint to start from is missing.
+        rivet.runs.RunDirError: The folder holds something else, or a study with other phases.
     """
     from stages.experts import start_miniworld_experts
 
     check_arms(config)
+    check_starts(config)
     folder = Path(config.output_dir)
+    # Reading what is finished takes seconds, and there may be more to do than there was.
     with RunDir.open(
-        folder, config, stage="study", overwrite=config.overwrite, may_change=("jobs",)
+        folder,
+        config,
+        stage="study",
+        overwrite=config.overwrite,
+        may_change=_MAY_GROW,
+        reopen=True,
     ) as run_dir:
         with start_miniworld_experts() as configs:
             experts = write_experts_file(folder / "experts.yaml", configs)
@@ -110,7 +165,7 @@ def check_arms(config: StudyConfig) -> None:
     """
     check_overrides(config)  # alone first: every arm would repeat what is wrong with the phases
     layers = [
-        (f"arms: {name}", {p: arm[p] for p in ("stage1", "solutions") if p in arm})
+        (f"arms: {name}", {p: arm[p] for p in ("stage1", "collect", "solutions") if p in arm})
         for name, arm in config.arms.items()
     ]
     layers += [(f"variants: {name}", {"stage2": own}) for name, own in config.variants.items()]
@@ -125,6 +180,28 @@ def check_arms(config: StudyConfig) -> None:
         raise ConfigError(faults)
 
 
+def check_starts(config: StudyConfig) -> None:
+    """Check that the checkpoints that arms start from are there.
+
+    Raises:
+        rivet.config.ConfigError: Some are not.
+    """
+    missing = {
+        str(start)
+        for seed in config.seeds
+        for start in config.starts(seed).values()
+        if start is not None and not start.is_dir()
+    }
+    if missing:
+        raise ConfigError(
+            [
+                f"start: {path}: no such checkpoint; expected one of a study that has run "
+                "(rivet study)"
+                for path in sorted(missing)
+            ]
+        )
+
+
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
     """Run warm starts first, then the arms of each seed as soon as its warm start is there."""
     rows: list[dict[str, Any]] = []
@@ -135,7 +212,10 @@ def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, An
         config.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
     ) as pool:
         for seed in config.seeds:
-            running[pool.submit(run_unit, config, folder, experts, seed, "")] = (seed, "")
+            starts = config.starts(seed)
+            ready = [name for name in config.arms if starts[name] is not None]
+            for name in ready if len(ready) == len(starts) else ["", *ready]:
+                running[pool.submit(run_unit, config, folder, experts, seed, name)] = (seed, name)
         while running:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 seed, arm = running.pop(future)
@@ -149,7 +229,8 @@ def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, An
                 phases += unit["phases"]
                 logger.info("seed %d, %s is done", seed, arm or "warm start")
                 if not arm:
-                    for name in config.arms:
+                    waiting = [n for n, start in config.starts(seed).items() if start is None]
+                    for name in waiting:
                         next_one = pool.submit(run_unit, config, folder, experts, seed, name)
                         running[next_one] = (seed, name)
                 atomic_write_json(
@@ -197,32 +278,32 @@ def run_unit(
     root = folder / f"seed-{seed}"
     pipeline = Pipeline(root / arm, settings, experts=experts)
     if not arm:
-        rows = pipeline.evaluate(pipeline.warmstart(), "warm")
+        rows = pipeline.evaluate(pipeline.warmstart(), "warm", config.conditions)
         return _labelled(pipeline, rows, seed, arm, expert_loss=NO_STAGE1)
-    warm = root / "warm" / "checkpoint"
-    return _run_arm(config, pipeline, warm, seed, arm)
+    start = config.starts(seed)[arm] or root / "warm" / "checkpoint"
+    return _run_arm(config, pipeline, start, seed, arm)
 
 
 def _run_arm(
-    config: StudyConfig, pipeline: Pipeline, warm: Path, seed: int, arm: str
+    config: StudyConfig, pipeline: Pipeline, start: Path, seed: int, arm: str
 ) -> dict[str, Any]:
     choices = config.arms[arm]
     expert_loss = NO_STAGE1
     rows: list[dict[str, Any]] = []
-    start = warm
     if "stage1" in choices:
-        start = pipeline.stage1(warm, **choices["stage1"])
+        start = pipeline.stage1(start, **choices["stage1"])
         expert_loss = choices["stage1"].get("expert_loss", "positive")
-        rows += pipeline.evaluate(start, "stage1")
+        rows += pipeline.evaluate(start, "stage1", config.conditions)
     if choices.get("stage2"):
         if "solutions" in choices:
             trajectories = pipeline.solutions(start, **choices["solutions"])
         else:
-            trajectories = pipeline.collect(start)
+            trajectories = pipeline.collect(start, **choices.get("collect", {}))
         for variant in choices["stage2"]:
             name = f"stage2-{variant}"
             checkpoint = pipeline.stage2(start, trajectories, name, **config.variants[variant])
-            for row in pipeline.evaluate(checkpoint, name):
+            conditions = config.stage2_conditions or config.conditions
+            for row in pipeline.evaluate(checkpoint, name, conditions):
                 rows.append(row | {"checkpoint": "stage2", "stage2": variant})
     return _labelled(pipeline, rows, seed, arm, expert_loss=expert_loss)
 

@@ -19,14 +19,14 @@ import itertools
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_corpus
 from data.miniworld.experts import EXPERTS
-from data.miniworld.tasks import build_split, request_for
+from data.miniworld.tasks import build_split, check_families, request_for
 from data.problems import Problem
 from rivet.config import parse_config
 from rivet.prompts import PromptBuilder
@@ -37,7 +37,7 @@ from rivet.rollout.splice import Splice, Splicer
 from rivet.rollout.types import RolloutLimits, rollout_seed
 from rivet.runs import RunDir
 from rivet.settings import FILE_NAME as SETTINGS_FILE
-from rivet.settings import ExpertCard, ProtocolSettings
+from rivet.settings import ExpertCard, Prompt, ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 from stages.checkpointing import load_controller
@@ -62,9 +62,21 @@ class WarmstartConfig(WeightedSFTConfig):
     model: str = setting(
         "", "Pretrained checkpoint to start from; empty builds the mini controller from scratch."
     )
+    prompt: Prompt = setting(
+        "instruct",
+        "How a pretrained checkpoint without rivet.json is to be asked: `instruct` explains the "
+        "protocol and lists the experts in a system message, `bare` gives the problem alone, which "
+        "is half as long. The mini controller is always asked `bare`.",
+    )
     dialogues: int = setting(24_000, "Scripted trajectories to learn from, at least 1.")
     problems_per_family: int = setting(
         1500, "Training problems of each mini-world family that the dialogues are about, 1 or more."
+    )
+    families: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Families of the mini-world that dialogues and gate are about; empty: all."
+        },
     )
     expert_span_share: float = setting(
         0.05,
@@ -86,6 +98,7 @@ class WarmstartConfig(WeightedSFTConfig):
         for name in ("dialogues", "problems_per_family", "gate_problems", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_families(self.families)
         for name in ("expert_span_share", "gate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
@@ -105,7 +118,7 @@ def run(config: WarmstartConfig) -> Path:
         config.output_dir, config, stage="warmstart", overwrite=config.overwrite
     ) as folder:
         tokenizer, settings, model = _start(config)
-        problems = build_split("train", config.problems_per_family, config.seed)
+        problems = build_split("train", config.problems_per_family, config.seed, config.families)
         endless = scripted_dialogues(problems, config.seed)
         dialogues = list(itertools.islice(endless, config.dialogues))
         prompts = PromptBuilder(tokenizer, settings)
@@ -127,7 +140,7 @@ def run(config: WarmstartConfig) -> Path:
             dataset=dataset,
             peft_config=config.peft(),
         )
-        held_out = build_split("validation", config.gate_problems, config.seed)
+        held_out = build_split("validation", config.gate_problems, config.seed, config.families)
         copied = copied_share(model, tokenizer, prompts, held_out)
         sampled = copied_share(model, tokenizer, prompts, held_out, temperature=1.0)
         logger.info(
@@ -246,7 +259,7 @@ def _start(
         pretrained = load_controller(config.model, config)
         if (Path(config.model) / SETTINGS_FILE).is_file():
             return tokenizer, ProtocolSettings.load(config.model), pretrained
-        return tokenizer, ProtocolSettings(experts=cards), pretrained
+        return tokenizer, ProtocolSettings(prompt=config.prompt, experts=cards), pretrained
     tokenizer = build_tokenizer(
         tokenizer_corpus(seed=config.seed), vocab_size=config.vocab_size, words=list(EXPERTS)
     )

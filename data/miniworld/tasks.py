@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -105,23 +105,42 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def build_split(split: Split, per_family: int, seed: int) -> list[Problem]:
+def build_split(
+    split: Split, per_family: int, seed: int, families: Sequence[str] = ()
+) -> list[Problem]:
     """Draw problems of every family, interleaved so that any prefix is balanced.
 
     Args:
         split: Which share of the operand space.
         per_family: Problems of each family.
         seed: Same seed, same problems in the same order.
+        families: Which families; empty for all. The problems of a family are the same ones
+            whichever others are drawn beside it.
 
     Raises:
-        ValueError: The split is unknown, or a family has too few distinct problems.
+        ValueError: The split or a family is unknown, or a family has too few distinct problems.
     """
     if split not in get_args(Split):
         raise ValueError(f"split is {split!r}; expected one of {', '.join(get_args(Split))}")
     if per_family < 1:
         raise ValueError(f"per_family is {per_family}; expected at least 1")
-    columns = [_draw(family, split, per_family, seed) for family in FAMILIES.values()]
+    check_families(families)
+    chosen = [family for name, family in FAMILIES.items() if not families or name in families]
+    columns = [_draw(family, split, per_family, seed) for family in chosen]
     return [problem for row in zip(*columns, strict=True) for problem in row]
+
+
+def check_families(families: Sequence[str]) -> None:
+    """Refuse names of families that the mini-world does not have, and repetitions.
+
+    Raises:
+        ValueError: With the families that there are.
+    """
+    unknown = [name for name in families if name not in FAMILIES]
+    if unknown or len(set(families)) < len(families):
+        raise ValueError(
+            f"families is {', '.join(families)}; expected different ones of {', '.join(FAMILIES)}"
+        )
 
 
 def request_for(problem: Problem) -> str:

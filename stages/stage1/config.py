@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
+from data.miniworld.tasks import check_families
 from rivet.rewards import CostTerm
 from rivet.rollout.backend_settings import BackendSettings
 from rivet.trajectory import Mode
@@ -54,6 +55,10 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
     )
     problems_per_family: int = setting(
         1500, "Training problems of each mini-world family, at least 1."
+    )
+    families: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Families of the mini-world that are trained on; empty: all."},
     )
     experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
@@ -230,6 +235,7 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
         for name in ("collapse_patience", "fault_window", "problems_per_family"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check_families(self.families)
         if self.max_refills < 0:
             raise ValueError(f"max_refills is {self.max_refills}; expected at least 0")
         if self.rollout_deadline_s is not None and self.rollout_deadline_s <= 0:

@@ -120,7 +120,7 @@ def read_problems(config: Stage1Config) -> list[Problem]:
         ConfigError: There are fewer than one step takes.
     """
     if config.problems == "miniworld":
-        problems = build_split("train", config.problems_per_family, config.seed)
+        problems = build_split("train", config.problems_per_family, config.seed, config.families)
     else:
         problems = load_gradable(config.problems)
     if len(problems) < config.prompts_per_step:

@@ -131,6 +131,9 @@ class Stage2Config(WeightedSFTConfig):
         "at least this share (Jaccard), above 0 and at most 1; 1 drops exact repetitions only.",
     )
     max_per_problem: int = setting(4, "Trajectories kept of one problem, at least 1.")
+    max_trajectories: int | None = setting(
+        None, "Take the first so many that pass only, at least 1; null: all."
+    )
     decontaminate: list[str] = field(
         default_factory=list,
         metadata={
@@ -149,6 +152,10 @@ class Stage2Config(WeightedSFTConfig):
         if not 0 < self.near_duplicate <= 1:
             raise ValueError(
                 f"near_duplicate is {self.near_duplicate}; expected above 0 and at most 1"
+            )
+        if self.max_trajectories is not None and self.max_trajectories < 1:
+            raise ValueError(
+                f"max_trajectories is {self.max_trajectories}; expected at least 1, or null"
             )
         if self.max_per_problem < 1:
             raise ValueError(f"max_per_problem is {self.max_per_problem}; expected at least 1")

@@ -7,6 +7,7 @@ which of several near-duplicates, and which trajectories of one problem, are kep
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class FilterRules:
         near_duplicate: Share of common 5-token shingles (Jaccard, in (0, 1]) with an earlier kept
             trajectory of the same problem from which on it is a repetition.
         max_per_problem: Most trajectories kept of one problem.
+        max_trajectories: Most trajectories kept in all; None is no limit.
     """
 
     require_right: bool = True
@@ -49,6 +51,7 @@ class FilterRules:
     max_length: int | None = None
     near_duplicate: float = 0.9
     max_per_problem: int = 4
+    max_trajectories: int | None = None
 
 
 class Filter:
@@ -115,7 +118,7 @@ def _steps(
     is_contaminated: Callable[[Candidate], bool] | None,
     repetition: Callable[[Candidate], bool],
 ) -> list[tuple[str, Callable[[Candidate], bool]]]:
-    """Each rule's name and test, cheapest first; the last two remember what they kept."""
+    """Each rule's name and test, cheapest first; the last ones remember what they kept."""
     steps: list[tuple[str, Callable[[Candidate], bool]]] = [
         ("no infrastructure fault", lambda t: t.fault is None),
         ("well formed", lambda t: t.well_formed),
@@ -133,6 +136,9 @@ def _steps(
         steps.append(("no evaluation problem", lambda t: not is_contaminated(t)))
     steps.append(("no near-duplicate", repetition))
     steps.append((f"at most {rules.max_per_problem} per problem", _Cap(rules.max_per_problem)))
+    if rules.max_trajectories is not None:
+        counter, total = itertools.count(1), rules.max_trajectories
+        steps.append((f"at most {total} in all", lambda _: next(counter) <= total))
     return steps
 
 
@@ -205,7 +211,7 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class _Cap:
-    """Counts what was kept of each problem. The last rule: what it passes is kept."""
+    """Counts what was passed of each problem. Only a limit of all comes after it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

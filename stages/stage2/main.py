@@ -116,6 +116,7 @@ def prepare_dataset(
                 max_length=config.max_length,
                 near_duplicate=config.near_duplicate,
                 max_per_problem=config.max_per_problem,
+                max_trajectories=config.max_trajectories,
             ),
             is_contaminated=_contamination(config, tokenizer, settings),
             counts=problem_counts(store),

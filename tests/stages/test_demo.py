@@ -17,6 +17,7 @@ from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
 from stages.pipeline import Phases, check_overrides
 from stages.study import StudyConfig, check_arms, table
+from stages.study import run as run_study
 
 REPO = Path(__file__).parents[2]
 # Nothing is learnt at this size; what is tested is that every phase runs and hands on.
@@ -117,6 +118,25 @@ def test_an_arm_that_names_no_variant_is_refused() -> None:
         load_config(StudyConfig, arms={"a": {"stage2": ["plane"]}}, variants={"plain": {}})
 
 
+@pytest.mark.parametrize("start", ["{sed}/warm", "{", "{0}"])
+def test_a_start_with_other_braces_is_refused(start: str) -> None:
+    with pytest.raises(ConfigError, match="expected a path in which {seed} stands for the seed"):
+        load_config(StudyConfig, arms={"a": {"start": start}})
+
+
+def test_a_start_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
+    config = load_config(
+        StudyConfig,
+        output_dir=str(tmp_path / "study"),
+        seeds=[1, 2],
+        arms={"a": {"start": f"{tmp_path}/seed-{{seed}}"}},
+    )
+    (tmp_path / "seed-1").mkdir()
+    with pytest.raises(ConfigError, match="seed-2: no such checkpoint"):
+        run_study(config)
+    assert not (tmp_path / "study").exists()
+
+
 def test_a_size_without_recipes_is_refused() -> None:
     with pytest.raises(ConfigError, match="size is 'huge'"):
         load_config(DemoConfig, RECIPE, size="huge")
@@ -203,3 +223,21 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
         for condition in ("experts", "local")
     }
     assert {r["expert_loss"] for r in results["rows"]} == {"none", "mask"}
+
+    # More arms of the same study: what is there is read, and an arm may start anywhere.
+    at = f"{folder}/seed-{{seed}}/mask/stage1/checkpoint"
+    arms = {"mask": arms["mask"], "on": {"start": at, "stage2": ["plain"]}}
+    arguments[arguments.index("--arms") + 1] = json.dumps(arms)
+    more = [*arguments, "--stage2_conditions", '["local", "plain"]']
+    done = subprocess.run(
+        more, cwd=REPO, capture_output=True, text=True, timeout=900, env=os.environ.copy()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    grown = json.loads((folder / "results.json").read_text())
+    assert [r for r in grown["rows"] if r["checkpoint"] == "stage1"] == [
+        r for r in results["rows"] if r["checkpoint"] == "stage1"
+    ]
+    assert {(r["checkpoint"], r["condition"]) for r in grown["rows"] if r["arm"] == "on"} == {
+        ("stage2", "local"),
+        ("stage2", "plain"),
+    }

@@ -109,6 +109,14 @@ def test_cap_keeps_the_first_of_each_problem(tag_tokenizer: ProtocolTokenizer) -
     assert ids_of(filtered.kept) == ids_of(samples[:2])
 
 
+def test_a_limit_of_all_keeps_the_first_that_pass(tag_tokenizer: ProtocolTokenizer) -> None:
+    good = trajectories(tag_tokenizer, 4)
+    bad = replace(good[0], id="w#0@0", problem_id="w", outcome="wrong")
+    filtered = filter_trajectories([bad, *good], replace(RULES, max_trajectories=2))
+    assert filtered.kept == tuple(good[:2])
+    assert filtered.funnel["rules"][-1] == {"rule": "at most 2 in all", "dropped": 2, "kept": 2}
+
+
 @pytest.mark.parametrize(
     ("use", "passes"), [("any", True), ("expert", True), ("code", False), ("expert_or_code", True)]
 )

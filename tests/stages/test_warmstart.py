@@ -289,6 +289,8 @@ def test_a_pretrained_checkpoint_with_plain_text_tags_can_be_the_start(
     assert (settings.prompt, settings.after_tag) == ("instruct", "\n")
     tokenizer = ProtocolTokenizer.from_pretrained(checkpoint)
     assert "algebra" in PromptBuilder(tokenizer, settings).system_message("experts")
+    bare = run(config_of(tmp_path / "bare", model=str(tmp_path / "base"), prompt="bare"))
+    assert ProtocolSettings.load(bare).prompt == "bare"
 
 
 @pytest.mark.slow
@@ -332,6 +334,8 @@ def test_killed_warm_start_resumes_to_the_same_weights(tmp_path: Path) -> None:
         ({"dialogues": 0}, "dialogues is 0; expected at least 1"),
         ({"expert_span_share": 1.5}, "expert_span_share is 1.5; expected 0 to 1"),
         ({"dialoges": 3}, "dialogues"),
+        ({"prompt": "short"}, "prompt: got short"),
+        ({"families": ["gcd", "gdc"]}, "families is gcd, gdc; expected different ones of"),
     ],
 )
 def test_bad_settings_fail_before_anything_starts(

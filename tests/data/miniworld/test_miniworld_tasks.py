@@ -143,3 +143,15 @@ def test_a_foreign_problem_has_no_request():
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def test_a_family_has_the_same_problems_whichever_others_are_drawn_beside_it() -> None:
+    everything = build_split("train", 5, 1)
+    some = build_split("train", 5, 1, ["lcm", "chain_sum"])
+    assert some == [p for p in everything if p.meta["family"] in ("lcm", "chain_sum")]
+
+
+@pytest.mark.parametrize("families", [["lmc"], ["lcm", "lcm"]])
+def test_unknown_and_repeated_families_are_refused(families: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected different ones of chain_sum, products"):
+        build_split("train", 5, 1, families)
