@@ -146,6 +146,8 @@ class SlotDecoder:
         """Logits of the last column, shape (B, V)."""
         previous = self._config._attn_implementation
         self._config._attn_implementation = ATTENTION
+        head = self._model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(_as_one_block) if head is not None else None
         try:
             output = self._model(
                 input_ids=ids,
@@ -157,6 +159,8 @@ class SlotDecoder:
             )
         finally:
             self._config._attn_implementation = previous
+            if hook is not None:
+                hook.remove()
         return output.logits[:, -1]
 
     def enter_eval(self) -> None:
@@ -170,6 +174,15 @@ class SlotDecoder:
         for module in self._was_training:
             module.training = True
         self._was_training = []
+
+
+def _as_one_block(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Copy the last column out of the hidden states before the LM head reads it.
+
+    On a CPU a product with a strided view takes many times as long: 24 rows of SmolLM2's head in
+    bfloat16 took 3.6 s instead of 13 ms.
+    """
+    return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
 
 class _Batch:

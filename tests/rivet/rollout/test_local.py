@@ -454,6 +454,24 @@ async def test_training_mode_is_restored_before_the_result_arrives(
     assert seen and not any(seen)
 
 
+async def test_the_head_reads_no_strided_view(qwen3, tag_tokenizer) -> None:
+    """On a CPU that took hundreds of times as long, in bfloat16 with a large vocabulary."""
+    strides = []
+    hook = qwen3.lm_head.register_forward_hook(
+        lambda _, inputs, __: strides.append((inputs[0].shape, inputs[0].stride()))
+    )
+    try:
+        async with LocalBackend(qwen3, tag_tokenizer, max_batch=4) as backend:
+            await asyncio.gather(*(sample(backend, p) for p in random_prompts([9, 12, 7])))
+    finally:
+        hook.remove()
+    prefills = [(shape, stride) for shape, stride in strides if len(shape) == 3]
+    assert prefills
+    for shape, stride in prefills:
+        assert stride == torch.empty(shape).stride()
+    assert not qwen3.lm_head._forward_pre_hooks
+
+
 async def test_attention_implementation_is_restored(qwen3, tag_tokenizer) -> None:
     before = qwen3.config._attn_implementation
     async with LocalBackend(qwen3, tag_tokenizer) as backend:
