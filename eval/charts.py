@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from eval.page import cards
 from eval.plots import Bar, interval_chart, line_chart, stacked_bars, stacked_shares
 from eval.summary import RESULTS
 
@@ -79,7 +80,7 @@ def result_charts(rows: Sequence[Mapping[str, Any]]) -> str:
         "Well-formed": bars("well_formed", lambda r: r.get("well_formed_ci")),
         "Route accuracy": bars("route_accuracy", lambda r: r.get("route_accuracy_ci")),
     }
-    return _cards(
+    return cards(
         {
             name: interval_chart(found, label=f"{name} with 95% intervals", legend=conditions)
             for name, found in charts.items()
@@ -99,7 +100,7 @@ def outcome_chart(rows: Sequence[Mapping[str, Any]]) -> str:
             outcomes, label="Outcomes", classes=[f"o-{name}" for name in RESULTS]
         )
     }
-    return _cards(charts) + _by_family(rows)
+    return cards(charts) + _by_family(rows)
 
 
 def curve_panels(metrics: Mapping[str, Metrics]) -> str:
@@ -107,13 +108,13 @@ def curve_panels(metrics: Mapping[str, Metrics]) -> str:
     parts = []
     for stage, lines in metrics.items():
         charts = {panel.title: _panel(panel, lines) for panel in PANELS}
-        cards = _cards(charts)
-        if cards:
+        shown = cards(charts)
+        if shown:
             notes = "".join(
                 f'<p class="note alarm">Alarm at step {step:g} (dashed): {escape(reason)}.</p>'
                 for step, reason in _alarms(lines)
             )
-            parts.append(f'<h3 class="part">{escape(stage)}</h3>{notes}{cards}')
+            parts.append(f'<h3 class="part">{escape(stage)}</h3>{notes}{shown}')
     return "".join(parts)
 
 
@@ -231,12 +232,3 @@ def _names(wanted: str, lines: Metrics) -> list[str]:
     if not wanted.endswith("/"):
         return [wanted]
     return sorted({n for line in lines for n in line if n.startswith(wanted)})
-
-
-def _cards(charts: Mapping[str, str]) -> str:
-    cards = "".join(
-        f'<div class="card"><h3>{escape(title)}</h3>{chart}</div>'
-        for title, chart in charts.items()
-        if chart
-    )
-    return f'<div class="grid2">{cards}</div>' if cards else ""

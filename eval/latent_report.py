@@ -9,14 +9,13 @@ RUN/results.json    of an arm, {"arm", "rows", ...}; of a run with controls, {"a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from eval.gather import ReportError, read_json, read_metrics
+from eval.page import cards, page, settings
 from eval.plots import Bar, interval_chart, line_chart
 from rivet.files import atomic_write_text
 
@@ -77,7 +76,7 @@ def write_latent_report(folder: Path, out: Path | None = None) -> Path:
             [{**run, "name": f"{label_of(run)}, seed {run['seed']}"} for run in found["runs"]]
         ),
         "Seeds": _seed_links(seeds, found.get("failures", [])),
-        "Settings": _settings(read_json(folder / "config.json")),
+        "Settings": settings(read_json(folder / "config.json")),
     }
     return _write_page(out, folder, sections)
 
@@ -93,7 +92,7 @@ def _write_arms(folder: Path, results: Sequence[Result], out: Path) -> Path:
         "Whom it listens to": _shares(folder, results),
         "Heads and latents": _heads(results),
         "Entropy and reward": _correlations(results),
-        "Settings": _settings(config),
+        "Settings": settings(config),
     }
     return _write_page(out, folder, sections)
 
@@ -119,7 +118,7 @@ def _mean_accuracy(rows: Sequence[Result]) -> str:
     for family in dict.fromkeys(row["family"] for row in as_trained):
         bars = _mean_bars(row for row in as_trained if row["family"] == family)
         charts[family] = interval_chart(bars, label=f"accuracy on {family}, mean over seeds")
-    return _cards(charts)
+    return cards(charts)
 
 
 def _mean_interventions(rows: Sequence[Result]) -> str:
@@ -131,7 +130,7 @@ def _mean_interventions(rows: Sequence[Result]) -> str:
             bars = _mean_bars(part, name="condition")
             title = f"{arm}: hard families"
             charts[title] = interval_chart(bars, label=f"{title}, mean over seeds")
-    return _cards(charts)
+    return cards(charts)
 
 
 def _mean_bars(rows: Iterable[Result], name: str = "arm") -> list[Bar]:
@@ -179,7 +178,7 @@ def _accuracy(results: Sequence[Result]) -> str:
             if r["family"] == family and r["condition"] == AS_TRAINED
         ]
         charts[family] = interval_chart(bars, label=f"accuracy on {family}")
-    return _cards(charts)
+    return cards(charts)
 
 
 def _interventions(results: Sequence[Result]) -> str:
@@ -199,7 +198,7 @@ def _interventions(results: Sequence[Result]) -> str:
                 [Bar(r["family"], r["accuracy"], r["ci_low"], r["ci_high"]) for r in part],
                 label=f"families without {name}",
             )
-    return _cards(charts)
+    return cards(charts)
 
 
 def _curves(
@@ -215,7 +214,7 @@ def _curves(
         }
         series = {label: points for label, points in series.items() if points}
         charts[title] = line_chart(series, label=title, is_share=is_share) if series else ""
-    return _cards(charts)
+    return cards(charts)
 
 
 def _entropy(folder: Path, results: Sequence[Result]) -> str:
@@ -246,7 +245,7 @@ def _shares(folder: Path, results: Sequence[Result]) -> str:
             if series:
                 title = f"{label_of(result)}: {family}"
                 charts[title] = line_chart(series, label=title, is_share=True)
-    return _cards(charts)
+    return cards(charts)
 
 
 def _heads(results: Sequence[Result]) -> str:
@@ -299,41 +298,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
 
 
-def _settings(config: Mapping[str, Any]) -> str:
-    """What `config.json` of a run says; nothing without one."""
-    if not config:
-        return ""
-    text = json.dumps(config.get("config"), indent=2, ensure_ascii=False, default=str)
-    return f"<pre>{escape(text)}</pre>"
-
-
-def _cards(charts: Mapping[str, str]) -> str:
-    cards = "".join(
-        f'<div class="card"><h3>{escape(title)}</h3>{chart}</div>'
-        for title, chart in charts.items()
-        if chart
-    )
-    return f'<div class="grid2">{cards}</div>' if cards else ""
-
-
 def _write_page(out: Path, folder: Path, sections: Mapping[str, str]) -> Path:
     title = f"rivet latent: {folder.resolve().name}"
     out.mkdir(parents=True, exist_ok=True)
-    return atomic_write_text(out / "report.html", _page(title, sections))
-
-
-def _page(title: str, sections: Mapping[str, str]) -> str:
-    style = (files("eval") / "report.css").read_text(encoding="utf-8")
-    body = "".join(
-        f"<section><h2>{escape(name)}</h2>{content}</section>"
-        for name, content in sections.items()
-        if content
-    )
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>"
-        f"<header><h1>{escape(title)}</h1></header><main>{body}</main></body></html>"
-    )
+    return atomic_write_text(out / "report.html", page(title, sections))

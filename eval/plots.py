@@ -1,7 +1,8 @@
 """Charts as inline SVG: no library, no script, readable in light and dark, safe by escaping.
 
-Colours are CSS classes of `report.css` (`c0`, `c1`, ... in the palette of Okabe and Ito, which
-colour-blind readers can tell apart), so a chart follows the page's theme. Points carry their value
+Colours are CSS classes of `chart.css` (`c0`, `c1`, ... in the palette of Okabe and Ito, which
+colour-blind readers can tell apart), so a chart follows the page's theme; `figure` gives a file of
+its own, which carries that style. Points carry their value
 as a `<title>`, which browsers show on hover. Shares are drawn on a fixed 0 to 100% axis.
 """
 
@@ -12,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from eval.page import asset
+
 MAX_POINTS = 400  # per line: more cannot be told apart at this size
-PALETTE = 8  # classes c0 to c7 in report.css
+PALETTE = 8  # classes c0 to c7 in chart.css
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 12, 10, 32
+_LABEL = 32  # characters of a label of `dot_chart` that are shown
 
 Points = Sequence[tuple[float, float]]
 
@@ -34,6 +38,21 @@ class Bar:
     value: float
     low: float
     high: float
+    color: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """One row of `dot_chart`.
+
+    Attributes:
+        label: Left of the row.
+        values: Name of each point, such as a seed, to its share in [0, 1]; not empty.
+        color: Index in the palette.
+    """
+
+    label: str
+    values: Mapping[str, float]
     color: int = 0
 
 
@@ -140,6 +159,41 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
             "</g>"
         )
     return _svg(_WIDTH, height, label, body) + _legend(list(legend))
+
+
+def dot_chart(rows: Sequence[Dots], *, label: str) -> str:
+    """A point per value and a bar at their mean per row, on a 0 to 100% axis."""
+    return _svg(*_dot_rows(rows, _label_width(rows), label)) if rows else ""
+
+
+def figure(panels: Mapping[str, Sequence[Dots]], *, label: str, columns: int = 2) -> str:
+    """Dot charts as one SVG file, with its own colours on its own background.
+
+    Args:
+        panels: Title to rows, none of them empty.
+        label: What the figure shows.
+        columns: Panels side by side.
+    """
+    left = _label_width([row for rows in panels.values() for row in rows])
+    drawn = [(title, *_dot_rows(rows, left, title)) for title, rows in panels.items()]
+    body, height, width = [], 10.0, 0.0
+    for start in range(0, len(drawn), columns):
+        line = drawn[start : start + columns]
+        for n, (title, panel_width, _, _, parts) in enumerate(line):
+            body.append(
+                f'<g transform="translate({n * panel_width:.0f} {height:.0f})">'
+                f'<text class="value" x="{left}" y="14">{escape(title)}</text>'
+                f'<g transform="translate(0 18)">{"".join(parts)}</g></g>'
+            )
+            width = max(width, (n + 1) * panel_width)
+        height += 30 + max(panel[2] for panel in line)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img" '
+        f'aria-label="{escape(label, quote=True)}"><title>{escape(label)}</title>\n'
+        f"<style>\n{asset('chart.css')}</style>\n"
+        '<rect class="paper" width="100%" height="100%"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
 
 
 def stacked_bars(
@@ -263,6 +317,48 @@ def _percent_grid(at: object, top: float, bottom: float) -> str:
         f'<text class="tick" x="{at(v):.1f}" y="{bottom + 15}" text-anchor="middle">{v:.0%}</text>'
         for v in (0, 0.25, 0.5, 0.75, 1)
     )
+
+
+def _label_width(rows: Sequence[Dots]) -> int:
+    longest = max((len(row.label) for row in rows), default=0)
+    return 18 + round(6.3 * min(longest, _LABEL))
+
+
+def _dot_rows(rows: Sequence[Dots], left: int, label: str) -> tuple[float, float, str, list[str]]:
+    """What `_svg` draws: width, height, label and body."""
+    step, scale = 26, 210
+
+    def at(value: float) -> float:
+        return left + value * scale
+
+    height = _TOP + step * len(rows) + _BOTTOM
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    body = [_percent_grid(at, _TOP, height - _BOTTOM)]
+    for n, row in enumerate(rows):
+        y = _TOP + step * (n + 0.5)
+        mean = sum(row.values.values()) / len(row.values)
+        is_long = len(row.label) > _LABEL
+        short = row.label[: _LABEL - 1] + "\u2026" if is_long else row.label
+        body.append(
+            f'<g class="c{row.color % PALETTE}">'
+            f"<title>{escape(row.label)}: mean {mean:.1%}</title>"
+            f'<text class="tick" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{escape(short)}</text>"
+            f'<line class="mean" x1="{at(mean):.1f}" x2="{at(mean):.1f}" '
+            f'y1="{y - 10:.1f}" y2="{y + 10:.1f}"/>'
+        )
+        for name, value in row.values.items():
+            # Each name at its own height, so that equal values do not hide one another.
+            shift = 14 * ((names.index(name) + 0.5) / len(names) - 0.5)
+            body.append(
+                f'<circle class="seed" cx="{at(value):.1f}" cy="{y + shift:.1f}" r="3.5">'
+                f"<title>{escape(f'{row.label}, {name}: {value:.1%}')}</title></circle>"
+            )
+        body.append(
+            f'<text class="value" x="{at(1) + 56}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{mean:.1%}</text></g>"
+        )
+    return at(1) + 60, height, label, body
 
 
 def _path(frame: _Frame, points: Points) -> str:

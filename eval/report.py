@@ -14,7 +14,8 @@ writes `run_dir/report.html` and `run_dir/report.md`. Everything but `rows` may 
 
 The page holds no address of another site, its style and script are inline, and a content policy
 forbids any script but ours. Text from models, problems and files is escaped or is data. The command
-gives a folder of `rivet latent` the page of `eval.latent_report`.
+gives a folder of `rivet latent` the page of `eval.latent_report`, and one of `rivet study` that of
+`eval.study_report`.
 
 Run line: `rivet report runs/demo`
 """
@@ -22,20 +23,16 @@ Run line: `rivet report runs/demo`
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from eval.charts import comparison_table, curve_panels, outcome_chart, phase_table, result_charts
 from eval.gather import ReportError, gather, read_metrics
 from eval.latent_report import is_latent_run, write_latent_report
+from eval.page import asset, page, settings
+from eval.study_report import is_study, write_study_report
 from eval.table import markdown_table, results_table
 from eval.viewer import Shelf, pack_blocks, thin_out
 from rivet.files import atomic_write_text
@@ -43,6 +40,11 @@ from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 
 MAX_TRAJECTORIES = 5000
+# Folders with a page of another form: whether one is such, what writes it, and its name.
+OWN_PAGES = (
+    (is_latent_run, write_latent_report, "run of `rivet latent`"),
+    (is_study, write_study_report, "study of `rivet study`"),
+)
 
 
 def write_report(
@@ -86,12 +88,13 @@ def write_report(
         "Learning curves": curve_panels(metrics),
         "Time": phase_table(phases),
         "Trajectories": _viewer_section(shelves) if shelves else "",
-        "Configuration": _config_section(config) if config is not None else "",
+        "Configuration": settings(config),
     }
     run_dir.mkdir(parents=True, exist_ok=True)
     text = _markdown(title, rows, phases, comparisons)
     atomic_write_text(run_dir / "report.md", text)
-    return atomic_write_text(run_dir / "report.html", _page(title, sections, shelves))
+    viewer = {"script": asset("viewer.js"), "data": pack_blocks(shelves)} if shelves else {}
+    return atomic_write_text(run_dir / "report.html", page(title, sections, **viewer))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,22 +111,23 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     tokenizer = ProtocolTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
     try:
-        if any(map(is_latent_run, args.run)):
-            if len(args.run) > 1:
-                raise ReportError("a run of `rivet latent` has a page of its own; give it alone")
-            print(f"report: {write_latent_report(args.run[0], args.out)}")
-            return 0
+        for is_such, write, what in OWN_PAGES:
+            if any(map(is_such, args.run)):
+                if len(args.run) > 1:
+                    raise ReportError(f"a {what} has a page of its own; give it alone")
+                print(f"report: {write(args.run[0], args.out)}")
+                return 0
         found = gather(args.run, tokenizer)
     except ReportError as error:
         print(f"rivet report: {error}", file=sys.stderr)
         return 1
-    page = write_report(
+    written = write_report(
         args.out or args.run[0],
         **found,
         title=f"rivet report: {', '.join(run.resolve().name for run in args.run)}",
         max_trajectories=args.max_trajectories,
     )
-    print(f"report: {page}")
+    print(f"report: {written}")
     return 0
 
 
@@ -165,13 +169,6 @@ def _results_section(
     )
 
 
-def _config_section(config: Any) -> str:
-    text = json.dumps(config, indent=2, ensure_ascii=False, default=str)
-    return (
-        f'<details class="card"><summary>config.json</summary><pre>{escape(text)}</pre></details>'
-    )
-
-
 def _viewer_section(shelves: Sequence[Shelf]) -> str:
     shown = sum(len(s.trajectories) for s in shelves)
     total = sum(s.total for s in shelves)
@@ -204,44 +201,6 @@ trajectory, h and l to step through its spans.</p>
 </select></label></div>
 <div id="open"></div></div></div>
 <div id="tip" role="tooltip" hidden></div>"""
-
-
-def _page(title: str, sections: Mapping[str, str], shelves: Sequence[Shelf]) -> str:
-    assets = files("eval")
-    style = (assets / "report.css").read_text(encoding="utf-8")
-    script = (assets / "viewer.js").read_text(encoding="utf-8") if shelves else ""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    parts = {name: body for name, body in sections.items() if body}
-    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in parts)
-    body = "".join(
-        f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
-        for name, content in parts.items()
-    )
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    data = f"{pack_blocks(shelves)}\n<script>{script}</script>" if shelves else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<header><h1>{escape(title)}</h1><p class="lead">written {written}</p></header>
-<nav>{links}</nav>
-<main>{body}</main>
-<footer>rivet. This page is complete in itself and loads nothing.</footer>
-{data}
-</body>
-</html>
-"""
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")
 
 
 def _markdown(

@@ -11,7 +11,8 @@ that fails is named in the results and takes none of the others with it.
     OUTPUT_DIR/seed-1/warm/...                 the warm start of a seed
     OUTPUT_DIR/seed-1/positive/stage1/...      an arm
     OUTPUT_DIR/results.json                    {"rows": [...], "failures": [...], "phases": [...]}
-    OUTPUT_DIR/table.md                        mean and seeds of each checkpoint
+    OUTPUT_DIR/report.html                     tables, plots and paired differences over seeds
+    OUTPUT_DIR/{figure.svg,table.md,results.csv}   the same to keep: plots, means, each row
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import statistics
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -28,8 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eval.study_report import write_study_report
+from eval.study_table import table
 from rivet.config import ConfigError, parse_config
-from rivet.files import atomic_write_json, atomic_write_text
+from rivet.files import atomic_write_json
 from rivet.runs import RunDir
 from rivet.trajectory import Mode
 from stages.pipeline import (
@@ -151,7 +153,7 @@ def run(config: StudyConfig) -> dict[str, Any]:
             experts = write_experts_file(folder / "experts.yaml", configs)
             results = _run_units(config, folder, experts)
         atomic_write_json(folder / "results.json", results)
-        atomic_write_text(folder / "table.md", table(results["rows"]) + "\n")
+        write_study_report(folder)
         if not results["failures"]:
             run_dir.finish({"rows": len(results["rows"])})
     return results
@@ -318,35 +320,6 @@ def _labelled(
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Mean over seeds, and each seed's value, of every checkpoint, as Markdown; in percent."""
-    lines = [
-        "| arm | Stage II | after removal: mean (seeds) | with experts: mean (seeds) "
-        "| route (sampled): mean (seeds) | well-formed after removal: mean (seeds) |",
-        "|---|---|---|---|---|---|",
-    ]
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["arm"], row["checkpoint"], row["stage2"]), []).append(row)
-    for (arm, checkpoint, stage2), group in groups.items():
-        title = "warm start" if checkpoint == "warm" else arm
-        cells = [
-            _mean_and_seeds(group, "local", "accuracy"),
-            _mean_and_seeds(group, "experts", "accuracy"),
-            _mean_and_seeds(group, "experts", "route_accuracy"),
-            _mean_and_seeds(group, "local", "well_formed"),
-        ]
-        lines.append(f"| {title} | {stage2} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _mean_and_seeds(rows: Sequence[dict[str, Any]], condition: str, name: str) -> str:
-    values = [100 * row[name] for row in rows if row["condition"] == condition]
-    if not values:
-        return "-"
-    return f"{statistics.mean(values):.1f} ({'/'.join(f'{v:.1f}' for v in values)})"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`rivet study RECIPE.yaml [--name value ...]`; prints the table and where the results are."""
     config = parse_config(
@@ -357,10 +330,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check=check_arms,
     ).config
     results = run(config)
-    print(table(results["rows"]))
+    print(table(results["rows"], list(config.arms)))
     for failure in results["failures"]:
         print(f"failed: seed {failure['seed']}, {failure['arm']}: {failure['error']}")
-    print(f"results: {Path(config.output_dir) / 'results.json'}")
+    for name in ("results.json", "report.html"):
+        print(f"{name.split('.')[0]}: {Path(config.output_dir) / name}")
     if results["failures"]:
         print("run the same command again to try what failed once more")
     return 1 if results["failures"] else 0

@@ -11,7 +11,10 @@ import pytest
 from eval.charts import curve_panels, phase_table, result_charts
 from eval.plots import (
     Bar,
+    Dots,
     binned,
+    dot_chart,
+    figure,
     interval_chart,
     line_chart,
     moving_average,
@@ -49,6 +52,43 @@ def test_an_interval_spans_its_bounds() -> None:
     assert right - dot == pytest.approx(2 * (dot - left), abs=0.2)
 
 
+def test_a_dot_stands_at_each_value_and_a_bar_at_their_mean() -> None:
+    rows = [Dots("a", {"seed 1": 0.0, "seed 2": 1.0, "seed 3": 0.2}, 1), Dots("b", {"seed 2": 0.5})]
+    svg = svg_of(dot_chart(rows, label="x"))
+    first, second = svg.findall("g")
+    left, right, third = (float(c.attrib["cx"]) for c in first.findall("circle"))
+    mean = first.find("line")
+    assert third == pytest.approx(left + 0.2 * (right - left), abs=0.1)
+    assert float(mean.attrib["x1"]) == pytest.approx(left + 0.4 * (right - left), abs=0.1)
+    assert first.find("circle/title").text == "a, seed 1: 0.0%" and first.get("class") == "c1"
+    grid = [float(line.attrib["x1"]) for line in svg.findall("line")]
+    assert (min(grid), max(grid)) == (left, right)  # the axis goes from 0 to 100%
+    # A seed has the same height in every row, so equal values do not hide one another.
+    tops = [float(g.find("line").attrib["y1"]) for g in (first, second)]
+    heights = [float(c.attrib["cy"]) for c in first.findall("circle")]
+    assert len(set(heights)) == 3
+    assert float(second.find("circle").attrib["cy"]) - tops[1] == heights[1] - tops[0]
+
+
+def test_a_figure_carries_its_colours_in_light_and_dark() -> None:
+    text = figure(
+        {"one": [Dots("a", {"s": 0.5})], "two": [Dots("b" * 50, {"s": 0.5}, 9)]}, label="x"
+    )
+    svg = ElementTree.fromstring(text)
+    name = "{http://www.w3.org/2000/svg}"
+    style = svg.find(f"{name}style").text
+    assert "prefers-color-scheme: dark" in style and "url(" not in style
+    used = {css for e in svg.iter() for css in e.get("class", "").split()}
+    assert used == {"paper", "value", "tick", "grid", "mean", "seed", "c0", "c1"}
+    assert all(f".{css} {{" in style for css in used)
+    width, height = float(svg.attrib["width"]), float(svg.attrib["height"])
+    assert svg.attrib["viewBox"] == f"0 0 {width:.0f} {height:.0f}"
+    second = svg.findall(f"{name}g")[1].attrib["transform"]
+    assert second.startswith(f"translate({width / 2:.0f} ")  # side by side
+    shown = [e.text for e in svg.iter(f"{name}text") if e.text.startswith("b")]
+    assert shown == ["b" * 31 + "\u2026"]
+
+
 def test_stacked_shares_end_where_they_add_up() -> None:
     chart = stacked_shares({"a": [(1, 0.25), (2, 0.25)], "b": [(1, 0.5), (2, 0.75)]}, label="x")
     areas = [p.attrib["d"] for p in svg_of(chart).findall("path")]
@@ -79,6 +119,8 @@ def test_labels_are_escaped() -> None:
         stacked_shares({bad: [(1, 1)], "b": [(1, 0)]}, label=bad),
         interval_chart([Bar(bad, 0.5, 0.4, 0.6)], label=bad, legend=[bad, "b"]),
         stacked_bars({bad: {bad: 1, "b": 2}}, label=bad),
+        dot_chart([Dots(bad, {bad: 0.5})], label=bad),
+        figure({bad: [Dots(bad, {bad: 0.5})]}, label=bad),
     ):
         assert "<script>" not in chart
         svg_of(chart)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
 from stages.pipeline import Phases, check_overrides
-from stages.study import StudyConfig, check_arms, table
+from stages.study import StudyConfig, check_arms
+from stages.study import main as study
 from stages.study import run as run_study
 
 REPO = Path(__file__).parents[2]
@@ -103,14 +105,26 @@ def test_the_table_shows_every_stage_with_intervals() -> None:
     assert cells[3] == ["25.0 [20.0, 30.0]"] * 3
 
 
-def test_the_study_table_gives_mean_and_seeds() -> None:
-    labels = {"arm": "positive", "stage2": "none"}
+def test_a_study_prints_its_table_and_leaves_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = {"arm": "a", "stage2": "none"}
     rows = [
         row("stage1", "local", seed=seed, accuracy=accuracy, **labels)
         for seed, accuracy in ((1, 0.2), (2, 0.4))
     ]
-    line = table(rows).splitlines()[-1]
-    assert line.startswith("| positive | none | 30.0 (20.0/40.0) | - |")
+    results = {"rows": rows, "failures": [], "phases": []}
+    monkeypatch.setattr("stages.study._run_units", lambda *_: results)
+    monkeypatch.setattr("stages.experts.start_miniworld_experts", lambda: nullcontext([]))
+    recipe = RECIPE.with_name("study_mini.yaml")
+    given = ["--output_dir", str(tmp_path / "s"), "--arms", '{"a": {"stage1": {}}}']
+    assert study([str(recipe), *given]) == 0
+    shown = capsys.readouterr().out
+    assert "| a, Stage I | 30.0 \u00b1 14.1 (20.0 / 40.0) |" in shown
+    assert (tmp_path / "s" / "table.md").read_text() in shown
+    for name in ("report.html", "figure.svg", "results.csv", "finished.json"):
+        assert (tmp_path / "s" / name).is_file()
+    assert str(tmp_path / "s" / "report.html") in shown
 
 
 def test_an_arm_that_names_no_variant_is_refused() -> None:
