@@ -105,16 +105,20 @@ def route(family: str) -> str:
     raise ValueError(f"family is {family!r}; expected one of {', '.join(known)}")
 
 
+_WORD = r"[a-z]+"
+_LIST = re.compile(rf"{_NUMBER}(?:(?:, ?| ){_NUMBER}){{1,4}}")
+# What an expression shows needs no word of its own, as with any model that is asked: `sum 12 * 34`
+# is a product. Only two numbers side by side, or one over another, can mean several things.
 _REQUESTS: dict[str, tuple[str, re.Pattern[str]]] = {
-    "sum": ("chain_sum", re.compile(rf"{_NUMBER}(?: ?[+-] ?{_NUMBER}){{1,4}}")),
-    "product": ("products", re.compile(rf"{_NUMBER}(?: ?\* ?{_NUMBER}){{1,4}}")),
-    "gcd": ("gcd", re.compile(rf"{_NUMBER}(?:(?:, ?| ){_NUMBER}){{1,4}}")),
-    "lcm": ("lcm", re.compile(rf"{_NUMBER}(?:(?:, ?| ){_NUMBER}){{1,4}}")),
-    "solve": (
-        "simple_equations",
+    "chain_sum": (_WORD, re.compile(rf"{_NUMBER}(?: ?[+-] ?{_NUMBER}){{1,4}}")),
+    "products": (_WORD, re.compile(rf"{_NUMBER}(?: ?\* ?{_NUMBER}){{1,4}}")),
+    "gcd": ("gcd", _LIST),
+    "lcm": ("lcm", _LIST),
+    "simple_equations": (
+        _WORD,
         re.compile(r"(?=[^a-z]*[a-z][^a-z]*$)[0-9a-z*]{1,9}(?: ?[+-] ?[0-9a-z*]{1,9})? ?= ?-?\d+"),
     ),
-    "reduce": ("fraction_simplification", re.compile(rf"{_NUMBER}/{_NUMBER}")),
+    "fraction_simplification": ("reduce|simplify", re.compile(rf"{_NUMBER}/{_NUMBER}")),
 }
 # What may stand where: `12`, `x`, `12*x`, never `012`, `12x` or `**`.
 _TERM = re.compile(r"(?:0|[1-9]\d*)(?:\*[a-z])?|[a-z]")
@@ -124,15 +128,20 @@ def parse_request(request: str) -> tuple[str, str] | None:
     """Read a request such as `gcd 12, 18` into its family and its expression, or None."""
     verb, _, expression = request.strip().partition(" ")
     expression = " ".join(expression.split())
-    family, pattern = _REQUESTS.get(verb, ("", None))
-    if pattern is None or len(expression) > 80 or not pattern.fullmatch(expression):
+    if len(expression) > 80:
         return None
-    terms = re.split(r"[ ,=/+-]+" if verb != "product" else r"[ *]+", expression)
+    for family, (verbs, form) in _REQUESTS.items():
+        if re.fullmatch(verbs, verb.lower()) and form.fullmatch(expression):
+            return (family, expression) if _is_sound(family, expression) else None
+    return None
+
+
+def _is_sound(family: str, expression: str) -> bool:
+    """Whether every term is one that Python reads as it is meant."""
+    terms = re.split(r"[ *]+" if family == "products" else r"[ ,=/+-]+", expression)
     if not all(_TERM.fullmatch(term) for term in terms if term):
-        return None
-    if verb == "reduce" and 0 in _integers(expression):
-        return None
-    return family, expression
+        return False
+    return family != "fraction_simplification" or 0 not in _integers(expression)
 
 
 def _integers(expression: str) -> list[int]:

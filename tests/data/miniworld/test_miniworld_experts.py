@@ -85,7 +85,7 @@ def test_a_reply_depends_on_the_request_and_the_seed_alone(name):
         *("", "gcd", "gcd 12", "gcd x, y", "hello there", "sum 1 +", "sum 012 + 5", "reduce 3/0"),
         *("reduce 0/3", "solve 3*x + 4*y = 2", "solve x**9 = 2", "solve 3x = 9", "product 2 ** 9"),
         *("sum __import__('os')", "solve open = 1", "gcd " + "9" * 200 + ", 3", "sum 1 + 2; 3"),
-        *("gcd 12, 18\nimport os", "sum 12 + 34 - 56 + 7 + 8 + 9 + 10", "GCD 12, 18", "\x00"),
+        *("gcd 12, 18\nimport os", "sum 12 + 34 - 56 + 7 + 8 + 9 + 10", "divide 3/4", "\x00"),
     ],
 )
 def test_what_no_expert_can_read_gets_a_harmless_program(request_text):
@@ -96,7 +96,18 @@ def test_what_no_expert_can_read_gets_a_harmless_program(request_text):
         run_script(code)
 
 
-def test_only_whitespace_is_forgiven_in_a_request():
+def test_a_request_is_understood_by_its_expression_and_by_its_word_only_where_that_is_needed():
+    assert parse_request("multiply 12 * 34") == ("products", "12 * 34")
+    assert parse_request("sum 12 * 34") == ("products", "12 * 34")
+    assert parse_request("Calculate 12 - 34") == ("chain_sum", "12 - 34")
+    assert parse_request("find x + 3 = 7") == ("simple_equations", "x + 3 = 7")
+    assert parse_request("LCM 12, 18") == ("lcm", "12, 18")
+    assert parse_request("simplify 12/18") == ("fraction_simplification", "12/18")
+    assert parse_request("take 12, 18") is None
+    assert parse_request("12 + 34") is None
+
+
+def test_whitespace_is_forgiven_in_a_request():
     assert parse_request("  gcd 12,  18 \n") == ("gcd", "12, 18")
     assert parse_request("sum 12 + 34 - 56") == ("chain_sum", "12 + 34 - 56")
     assert parse_request("solve 24 - 41*h = -1575") == ("simple_equations", "24 - 41*h = -1575")
