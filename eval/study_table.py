@@ -167,7 +167,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[dict[int, fl
     if len(found) < 2:
         return found, None
     error = statistics.stdev(found.values()) / len(found) ** 0.5
-    return found, _t_quantile(len(found) - 1) * error
+    return found, student_t_quantile(0.975, len(found) - 1) * error
 
 
 def describe_cells(seeds: Sequence[int]) -> str:
@@ -209,16 +209,6 @@ def _each_seed(values: Mapping[int, float], seeds: Sequence[int], form: str) -> 
 
 def _order(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(["", *arms, *(row["arm"] for row in rows)]))
-
-
-def _t_quantile(degrees: int) -> float:
-    """The 97.5% quantile of Student's t, exact where the series of `eval.metrics` is coarse."""
-    p = 0.975
-    if degrees == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if degrees == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    return student_t_quantile(p, degrees)
 
 
 def _rounded(value: Any) -> Any:

@@ -43,8 +43,11 @@ def test_wilson_interval_stays_in_range_and_holds_its_share() -> None:
 
 
 def test_student_t_quantile_against_tables() -> None:
-    for degrees, quantile in [(4, 2.776), (9, 2.262), (29, 2.045), (100, 1.984), (10**9, 1.960)]:
-        assert student_t_quantile(0.975, degrees) == pytest.approx(quantile, rel=1e-3)
+    tables = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 29: 2.045, 100: 1.984}
+    for degrees, quantile in tables.items():
+        assert student_t_quantile(0.975, degrees) == pytest.approx(quantile, rel=2e-3)
+        assert student_t_quantile(0.025, degrees) == pytest.approx(-quantile, rel=2e-3)
+    assert student_t_quantile(0.975, 10**9) == pytest.approx(1.960, rel=1e-3)
 
 
 def test_clustered_share_by_hand() -> None:
