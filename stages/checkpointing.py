@@ -20,7 +20,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from rivet.checkpoints import is_adapter, load_model, merge_adapter
+from rivet.checkpoints import check_weights, is_adapter, load_model, merge_adapter
 from rivet.files import atomic_folder, remove
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
@@ -39,7 +39,12 @@ def load_controller(folder: str, args: TrainingArguments) -> PreTrainedModel:
     Args:
         folder: Checkpoint folder.
         args: TRL's; `model_init_kwargs` reach the model, float32 unless they say otherwise.
+
+    Raises:
+        rivet.checkpoints.CheckpointError: The folder's weights are missing or broken.
     """
+    if Path(folder).is_dir():  # else a name on the Hub
+        check_weights(Path(folder))
     given = getattr(args, "model_init_kwargs", None)
     arguments = {"dtype": "float32", **(given if isinstance(given, dict) else {})}
     if is_adapter(Path(folder)):
