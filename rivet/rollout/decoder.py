@@ -29,7 +29,8 @@ class SlotDecoder:
     """A causal language model that reads and writes the slots of a cache.
 
     Args:
-        model: With full attention in every layer; plain or a PEFT model.
+        model: With attention in every layer; plain or a PEFT model. Sliding windows bound the
+            context: what fits into one is seen whole.
         max_batch: Slots.
         max_context: Longest context in tokens; None takes what the model allows, at most 4096.
 
@@ -40,7 +41,7 @@ class SlotDecoder:
     def __init__(self, model: torch.nn.Module, max_batch: int, max_context: int | None) -> None:
         self._model = _unwrap(model)
         self._config = self._model.config.get_text_config()
-        allowed = getattr(self._config, "max_position_embeddings", None) or _LONGEST_CONTEXT
+        allowed = _longest_context(self._config)
         self.max_context = min(allowed, _LONGEST_CONTEXT) if max_context is None else max_context
         if not 2 <= self.max_context <= allowed:
             raise ValueError(f"max_context is {max_context}; expected 2 to {allowed} tokens")
@@ -231,10 +232,23 @@ def _unwrap(model: Any) -> Any:
             raise ValueError("a prompt-learning adapter cannot be sampled here; use LoRA")
         model = model.get_base_model()
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    kinds = _layer_types(config)
+    if not kinds <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))}; the local "
-            "backend serves full attention only: use a server backend for this model"
+            "backend serves attention to the whole context only: use a server backend for this "
+            "model"
         )
     return model
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ["full_attention"])
+
+
+def _longest_context(config: Any) -> int:
+    """Tokens up to which every layer sees the whole context: a sliding window is as long."""
+    allowed = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
+    if "sliding_attention" in _layer_types(config) and config.sliding_window:
+        allowed = min(allowed, config.sliding_window)
+    return allowed

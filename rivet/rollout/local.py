@@ -6,9 +6,9 @@ they arrive, without disturbing the others. A session keeps its slot between cal
 tokens that the slot has not seen are computed, and prompts with a common beginning share its
 computation; idle sessions give way when slots run out.
 
-Covered: causal language models with full attention in every layer (Qwen3, Llama, SmolLM2, ...), on
-the device where the model is, plain or wrapped by PEFT. The weights may be changed in place between
-rollouts; call `reset` afterwards.
+Covered: causal language models with attention in every layer (Qwen3, Llama, SmolLM2, Gemma 3, ...;
+a sliding window bounds the context), on the device where the model is, plain or wrapped by PEFT. The
+weights may be changed in place between rollouts; call `reset` afterwards.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class LocalBackend:
     """Implements `rivet.rollout.backend.Backend` with a model of this process.
 
     Args:
-        model: A causal language model with full attention, plain or a PEFT model.
+        model: A causal language model with attention in every layer, plain or a PEFT model.
         tokenizer: Gives the bytes of tokens (for stop strings) and the end-of-turn ids.
         max_batch: Slots: rollouts that are sampled at the same time.
-        max_context: Longest context in tokens, prompt included. Default: what the model allows, at
-            most 4096. Memory is taken as contexts grow.
+        max_context: Longest context in tokens, prompt included. Default: what the model allows (no
+            more than a sliding window), at most 4096. Memory is taken as contexts grow.
         device: Move the model there first. Default: where it is.
         dtype: Convert the model to it first. Default: as it is.
 
     Raises:
-        ValueError: The model has layers that are not full attention, or a prompt-learning adapter.
+        ValueError: The model has layers without attention, or a prompt-learning adapter.
     """
 
     streams = True  # `generate` takes `on_token`

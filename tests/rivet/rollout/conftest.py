@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -39,8 +41,12 @@ def build(tokenizer: ProtocolTokenizer, kind: str = "qwen3") -> torch.nn.Module:
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # no fast step: its own forward decodes
+        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),  # sliding windows, two kinds of rotary
     }[kind]
-    return model(config(vocab_size=vocab_size, **SHAPE)).eval()
+    extra = {}
+    if kind == "gemma3":
+        extra = {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"]}
+    return model(config(vocab_size=vocab_size, **SHAPE, **extra)).eval()
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +55,7 @@ def build_model() -> Callable[..., torch.nn.Module]:
     return build
 
 
-@pytest.fixture(scope="session", params=["qwen3", "llama", "qwen2"])
+@pytest.fixture(scope="session", params=["qwen3", "llama", "qwen2", "gemma3"])
 def model(request: pytest.FixtureRequest, tag_tokenizer: ProtocolTokenizer) -> torch.nn.Module:
     """A model of each architecture that a controller may have."""
     return build(tag_tokenizer, request.param)

@@ -494,10 +494,17 @@ async def test_a_peft_model_samples_with_its_adapter(tag_tokenizer, build_model)
         assert_logprobs(model, prompt, got)
 
 
-def test_a_model_with_sliding_attention_is_refused(tag_tokenizer, build_model) -> None:
+async def test_a_sliding_window_bounds_the_context(tag_tokenizer, build_model) -> None:
+    async with LocalBackend(build_model(tag_tokenizer, "gemma3"), tag_tokenizer) as backend:
+        assert backend.max_context == 256
+    with pytest.raises(ValueError, match="max_context is 300; expected 2 to 256"):
+        LocalBackend(build_model(tag_tokenizer, "gemma3"), tag_tokenizer, max_context=300)
+
+
+def test_a_model_with_other_layers_is_refused(tag_tokenizer, build_model) -> None:
     model = build_model(tag_tokenizer)
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="sliding_attention"):
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
         LocalBackend(model, tag_tokenizer)
 
 
