@@ -1,8 +1,9 @@
 """A key-value cache of slots: every row of a batch writes at its own position.
 
 The model's own forward runs on top of it, for any causal language model of `transformers` whose
-layers all attend to the whole context and call the library's attention interface. A caller says which slots
-take part and where each token goes (`begin`), then runs the forward with the mask that it got.
+layers all attend to the whole context and call the library's attention interface. A caller says
+which slots take part and where each token goes (`begin`), then runs the forward with the mask that
+it got.
 Right of a row's last token the slots hold rubbish that the mask hides; padding is written to one
 extra column that is never read. Rows that are a block at the front are read in place, so a caller
 that decodes for long had better `swap` its rows there.

@@ -7,8 +7,8 @@ tokens that the slot has not seen are computed, and prompts with a common beginn
 computation; idle sessions give way when slots run out.
 
 Covered: causal language models with attention in every layer (Qwen3, Llama, SmolLM2, Gemma 3, ...;
-a sliding window bounds the context), on the device where the model is, plain or wrapped by PEFT. The
-weights may be changed in place between rollouts; call `reset` afterwards.
+a sliding window bounds the context), on the device where the model is, plain or wrapped by PEFT.
+The weights may be changed in place between rollouts; call `reset` afterwards.
 """
 
 from __future__ import annotations
