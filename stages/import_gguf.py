@@ -60,9 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="a Jinja template of conversations; by default the one in the GGUF file",
     )
+    parser.add_argument(
+        "--end",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="a token that ends a reply, besides the model's own ends; '\\n\\n' is a blank line",
+    )
     args = parser.parse_args(argv)
     folder = import_gguf(
-        find_gguf(args.source), args.to, dtype=args.dtype, template=args.chat_template
+        find_gguf(args.source),
+        args.to,
+        dtype=args.dtype,
+        template=args.chat_template,
+        ends=[end.replace("\\n", "\n") for end in args.end],
     )
     print(f"checkpoint: {folder}")
     return 0
@@ -95,7 +106,12 @@ def find_gguf(source: str) -> Path:
 
 
 def import_gguf(
-    file: Path, folder: Path, *, dtype: str = "bfloat16", template: Path | None = None
+    file: Path,
+    folder: Path,
+    *,
+    dtype: str = "bfloat16",
+    template: Path | None = None,
+    ends: Sequence[str] = (),
 ) -> Path:
     """Save the model and the tokenizer of a GGUF file as a checkpoint folder.
 
@@ -104,10 +120,12 @@ def import_gguf(
         folder: Where to; it must be new or empty.
         dtype: Number format of the saved weights.
         template: A chat template to use instead of the file's.
+        ends: Tokens that end a reply besides the model's own ends: a base model that continues a
+            list of examples never writes those.
 
     Raises:
         ImportGgufError: The folder is not empty, `gguf` is not installed, or the file is broken or
-            has a tokenizer that cannot be converted.
+            has a tokenizer that cannot be converted; an end is no token of it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -144,13 +162,23 @@ def import_gguf(
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     # A GGUF file names one end, often that of a document; a chat model stops at that of its turn.
-    ends = {config.eos_token_id, turn_end(tokenizer)} - {None}
-    if len(ends) > 1:
-        model.generation_config.eos_token_id = sorted(ends)
+    stops = {config.eos_token_id, turn_end(tokenizer), *(_end(e, tokenizer) for e in ends)} - {None}
+    if len(stops) > 1:
+        model.generation_config.eos_token_id = sorted(stops)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _end(end: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    ids = tokenizer.encode(end, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ImportGgufError(
+            f"--end {end!r}: {len(ids)} tokens of this model; expected one, such as the last token "
+            "of a reply"
+        )
+    return int(ids[0])
 
 
 def _tokenizer(file: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -205,42 +205,62 @@ def check_starts(config: StudyConfig) -> None:
 
 
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
-    """Run warm starts first, then the arms of each seed as soon as its warm start is there."""
+    """Run what is ready, `jobs` at a time, one seed after the other as far as possible."""
     rows: list[dict[str, Any]] = []
     phases: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
+    todo, warm = _units(config), set[int]()
     running: dict[Future[dict[str, Any]], tuple[int, str]] = {}
     with ProcessPoolExecutor(
         config.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
     ) as pool:
-        for seed in config.seeds:
-            starts = config.starts(seed)
-            ready = [name for name in config.arms if starts[name] is not None]
-            for name in ready if len(ready) == len(starts) else ["", *ready]:
-                running[pool.submit(run_unit, config, folder, experts, seed, name)] = (seed, name)
-        while running:
+        while todo or running:
+            # Handed out one by one: a queue of the pool would run all warm starts first.
+            ready = [u for u in todo if not u.needs_warm or u.seed in warm]
+            for unit in ready[: config.jobs - len(running)]:
+                todo.remove(unit)
+                future = pool.submit(run_unit, config, folder, experts, unit.seed, unit.arm)
+                running[future] = (unit.seed, unit.arm)
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 seed, arm = running.pop(future)
                 error = future.exception()
                 if error is not None:
                     logger.error("seed %d, %s failed: %s", seed, arm or "warm start", error)
                     failures.append({"seed": seed, "arm": arm or "warm", "error": str(error)})
+                    if not arm:
+                        todo = [u for u in todo if u.seed != seed or not u.needs_warm]
                     continue
-                unit = future.result()
-                rows += unit["rows"]
-                phases += unit["phases"]
+                unit_results = future.result()
+                rows += unit_results["rows"]
+                phases += unit_results["phases"]
                 logger.info("seed %d, %s is done", seed, arm or "warm start")
                 if not arm:
-                    waiting = [n for n, start in config.starts(seed).items() if start is None]
-                    for name in waiting:
-                        next_one = pool.submit(run_unit, config, folder, experts, seed, name)
-                        running[next_one] = (seed, name)
+                    warm.add(seed)
                 atomic_write_json(
                     folder / "results.json", {"rows": rows, "failures": failures, "phases": phases}
                 )
     order = ["", *config.arms]
     rows.sort(key=lambda row: (row["seed"], order.index(row["arm"])))
     return {"rows": rows, "failures": failures, "phases": phases}
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What one process does: the warm start of a seed (empty `arm`), or an arm."""
+
+    seed: int
+    arm: str
+    needs_warm: bool = False
+
+
+def _units(config: StudyConfig) -> list[_Unit]:
+    """All of them, seed by seed; a warm start that no arm starts from is left out."""
+    units: list[_Unit] = []
+    for seed in config.seeds:
+        arms = [_Unit(seed, arm, start is None) for arm, start in config.starts(seed).items()]
+        units += [_Unit(seed, "")] if any(unit.needs_warm for unit in arms) else []
+        units += arms
+    return units
 
 
 # Workers report through the parent; their progress bars would overwrite each other.

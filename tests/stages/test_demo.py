@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
 from stages.pipeline import Phases, check_overrides
-from stages.study import StudyConfig, check_arms
+from stages.study import StudyConfig, _run_units, check_arms
 from stages.study import main as study
 from stages.study import run as run_study
 
@@ -130,6 +131,27 @@ def test_a_study_prints_its_table_and_leaves_its_report(
 def test_an_arm_that_names_no_variant_is_refused() -> None:
     with pytest.raises(ConfigError, match="arms: a: unknown plane"):
         load_config(StudyConfig, arms={"a": {"stage2": ["plane"]}}, variants={"plain": {}})
+
+
+def test_a_study_goes_seed_by_seed_and_leaves_out_the_arms_of_a_broken_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[int, str]] = []
+
+    def unit(_config: object, _folder: object, _experts: object, seed: int, arm: str) -> object:
+        done.append((seed, arm))
+        if (seed, arm) == (2, ""):
+            raise RuntimeError("no warm start")
+        return {"rows": [], "phases": []}
+
+    monkeypatch.setattr("stages.study.ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+    monkeypatch.setattr("stages.study.run_unit", unit)
+    arms = {"a": {"stage1": {}}, "b": {"stage1": {}}, "c": {"start": "x"}}
+    config = load_config(StudyConfig, seeds=[1, 2, 3], arms=arms, jobs=1)
+    results = _run_units(config, tmp_path, tmp_path)
+    first, last = [[(seed, arm) for arm in ("", "a", "b", "c")] for seed in (1, 3)]
+    assert done == [*first, (2, ""), (2, "c"), *last]
+    assert results["failures"] == [{"seed": 2, "arm": "warm", "error": "no warm start"}]
 
 
 @pytest.mark.parametrize("start", ["{sed}/warm", "{", "{0}"])

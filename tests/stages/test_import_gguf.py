@@ -284,6 +284,13 @@ def test_a_model_is_imported_with_its_words_and_stops_at_the_end_of_its_turn(tmp
     assert tokenizer.tokenize("print the") == ["print", "▁the"]
     assert tokenizer.chat_template == GEMMA_CHAT_TEMPLATE
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [1, 5]
+    end = tokenizer.convert_tokens_to_ids("print")
+    folder = import_gguf(
+        file, tmp_path / "more", dtype="float32", template=template, ends=["print"]
+    )
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted([1, 5, end])
+    with pytest.raises(ImportGgufError, match="--end 'print the': 2 tokens of this model"):
+        import_gguf(file, tmp_path / "no", dtype="float32", ends=["print the"])
 
 
 LLAMA = {
