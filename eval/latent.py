@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.problems import Problem
+from eval.config import EvalConfig
 from eval.runtime import Runtime, weights_fingerprint
 from rivet.checkpoints import Dtype, OpenedCheckpoint, check_checkpoint
 from rivet.grading import Grader
 from rivet.trajectory import Mode
 
 if TYPE_CHECKING:
-    from eval.main import EvalConfig
     from rivet.latent.experts import FrozenExpert
     from rivet.latent.policy import LatentPolicy
     from rivet.latent.policy_config import LatentPolicyConfig

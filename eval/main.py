@@ -18,14 +18,15 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from data.problems import Problem
 from eval.compare import compare, describe
 from eval.conditions import STORE, read_condition, write_condition
-from eval.generate import SampleSpec, sample
+from eval.config import EvalConfig
+from eval.generate import sample
 from eval.latent import OpenedLatent, check_latent, open_latent
 from eval.problem_sets import MiniWorldSplit, load_problem_sets
 from eval.ray_shards import listed_experts, open_actors
@@ -33,18 +34,17 @@ from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import Runtime, expert_cards, find_model, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
-from rivet.checkpoints import Dtype, OpenedCheckpoint, check_checkpoint
+from rivet.checkpoints import OpenedCheckpoint, check_checkpoint
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
 from rivet.prompts import PromptBuilder
-from rivet.rollout.backend import SamplingParams
-from rivet.rollout.backend_settings import MAY_CHANGE, BackendSettings
+from rivet.rollout.backend_settings import MAY_CHANGE
 from rivet.runs import RunDir
 from rivet.settings import FILE_NAME, ProtocolSettings
 from rivet.store import TrajectoryStore
-from rivet.trajectory import MODES, Mode, Trajectory
+from rivet.trajectory import Mode, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -54,131 +54,6 @@ _ROW = "checkpoint condition accuracy ci_low ci_high n well_formed route_accurac
 
 class EvalError(ValueError):
     """An evaluation cannot run as asked; the message says why and what to do."""
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass
-class EvalConfig(BackendSettings):
-    """Settings of an evaluation."""
-
-    model: str = _setting(
-        "",
-        "Checkpoint folder, or a pretrained chat model: its folder or its name on the Hub. "
-        "Required.",
-    )
-    output_dir: str = _setting("runs/eval", "The run folder.")
-    overwrite: bool = _setting(False, "Replace an evaluation that is there.")
-    label: str = _setting("", "The checkpoint's name in tables; empty takes it from its folder.")
-    conditions: list[Mode] = field(
-        default_factory=lambda: ["experts", "local"],
-        metadata={"help": "Conditions to evaluate under, in order."},
-    )
-    problems: str | list[str] = _setting(
-        "miniworld",
-        "Test problems, one or several of: `miniworld`, benchmarks and suites (`rivet benchmarks` "
-        "lists them), files (.jsonl, .jsonl.gz, .parquet).",
-    )
-    data_dir: str | None = _setting(
-        None, "Folder with copies of the benchmarks; null takes the Hub, or its cache offline."
-    )
-    skip: list[str] = field(
-        default_factory=list, metadata={"help": "Benchmarks to leave out of the suites."}
-    )
-    problems_per_family: int = _setting(100, "Test problems of each mini-world family, at least 1.")
-    split: Literal["test", "validation"] = _setting("test", "Split of the mini-world.")
-    limit: int | None = _setting(
-        None,
-        "So many problems of each set only, at least 1: the first of a file, a fixed choice of a "
-        "benchmark.",
-    )
-    experts: str = _setting(
-        "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
-    )
-    expert_paths: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Where a latent policy's frozen experts lie now, by name; empty: where its "
-            "config.json says."
-        },
-    )
-    samples_per_problem: int = _setting(1, "k: samples of each problem, at least 1.")
-    temperature: float = _setting(0.0, "Sampling temperature, at least 0; 0 is greedy.")
-    top_p: float = _setting(1.0, "Nucleus mass in (0, 1].")
-    top_k: int = _setting(0, "Sample from the k most likely tokens only; 0 from all.")
-    seed: int = _setting(0, "Seed of the samples.")
-    problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
-    max_completion_length: int | None = _setting(
-        None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
-    )
-    grading: Literal["reward", "eval"] = _setting(
-        "reward", "`reward` reads boxes only; `eval` may fall back to a final `Answer:` line."
-    )
-    dtype: Dtype = _setting("auto", "Number format of the weights; `auto` keeps theirs.")
-    batch_size: int = _setting(96, "Trajectories in flight, at least 1.")
-    shard_size: int = _setting(256, "Rows per shard of the store, at least 1.")
-    max_attempts: int = _setting(3, "Tries of a row that infrastructure voids, at least 1.")
-    max_fault_rate: float = _setting(
-        0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
-    )
-    ray: int = _setting(
-        0,
-        "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
-        "process alone.",
-    )
-
-    def __post_init__(self) -> None:
-        unknown = [c for c in self.conditions if c not in MODES]
-        if unknown or not self.conditions or len(set(self.conditions)) < len(self.conditions):
-            raise ValueError(
-                f"conditions is {self.conditions}; expected different ones of {', '.join(MODES)}"
-            )
-        for name in ("problems_per_family", "samples_per_problem", "batch_size", "shard_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.max_attempts < 1 or (self.limit is not None and self.limit < 1):
-            raise ValueError("max_attempts and limit: expected at least 1")
-        if not 0 <= self.max_fault_rate <= 1:
-            raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
-        if self.ray < 0:
-            raise ValueError(f"ray is {self.ray}; expected a number of actors, or 0")
-        self.check_backend()
-        if not self.problem_sets():
-            raise ValueError("problems is empty; expected at least one set")
-        if self.samples_per_problem > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples_per_problem is {self.samples_per_problem} at temperature 0, which gives "
-                "the same sample each time; expected a temperature above 0"
-            )
-        self.sampling()  # checks the rest
-
-    def sampling(self) -> SamplingParams:
-        """How the controller samples."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k)
-
-    def problem_sets(self) -> list[str]:
-        """What `problems` names, as a list."""
-        return [self.problems] if isinstance(self.problems, str) else list(self.problems)
-
-    def how(self, mode: Mode) -> SampleSpec:
-        """How the rows of a condition are sampled."""
-        return SampleSpec(
-            mode,
-            self.sampling(),
-            samples_per_problem=self.samples_per_problem,
-            seed=self.seed,
-            shard_size=self.shard_size,
-            concurrency=self.batch_size,
-            max_attempts=self.max_attempts,
-            max_fault_rate=self.max_fault_rate,
-        )
-
-    def checkpoint_label(self) -> str:
-        """The checkpoint's name in tables: `runs/x/stage1/checkpoint` is `stage1`."""
-        path = Path(self.model)
-        return self.label or (path.parent.name if path.name == "checkpoint" else path.name)
 
 
 def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]:
@@ -297,7 +172,9 @@ def load_test_set(config: EvalConfig) -> tuple[list[Problem], Mapping[str, str]]
     """The problems, and the expert that knows each family (empty outside the mini-world)."""
     return load_problem_sets(
         config.problem_sets(),
-        mini_world=MiniWorldSplit(config.split, config.problems_per_family, config.problems_seed),
+        mini_world=MiniWorldSplit(
+            config.split, config.problems_per_family, config.problems_seed, config.families
+        ),
         data_dir=config.data_dir,
         skip=config.skip,
         limit=config.limit,

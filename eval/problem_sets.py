@@ -38,6 +38,7 @@ class MiniWorldSplit:
     split: Literal["train", "test", "validation"]
     per_family: int
     seed: int
+    families: Sequence[str] = ()  # empty: all
 
 
 def load_problem_sets(
@@ -95,7 +96,7 @@ def _load_mini_world(chosen: MiniWorldSplit) -> tuple[list[Problem], Mapping[str
     from data.miniworld.experts import route
     from data.miniworld.tasks import FAMILIES, build_split
 
-    problems = build_split(chosen.split, chosen.per_family, chosen.seed)
+    problems = build_split(chosen.split, chosen.per_family, chosen.seed, chosen.families)
     return problems, {family: route(family) for family in FAMILIES}
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from data.problems import Problem
 from eval.conditions import STORE, ConditionError, read_condition, write_condition
+from eval.config import EvalConfig
 from eval.grade import grade_trajectory
-from eval.main import EvalConfig, load_test_set
+from eval.main import load_test_set
 from eval.store_settings import FILE_NAME
 from eval.summary import summarise
 from eval.table import markdown_table

@@ -80,7 +80,7 @@ def check_overrides(config: PipelineConfig) -> None:
     Raises:
         rivet.config.ConfigError: Any setting of any phase is wrong; all faults at once.
     """
-    from eval.main import EvalConfig
+    from eval.config import EvalConfig
     from stages.collect import CollectConfig
     from stages.solutions import SolutionsConfig
     from stages.stage1.config import Stage1Config
@@ -213,7 +213,7 @@ class Pipeline:
     def _evaluate(
         self, checkpoint: Path, label: str, folder: str, **wiring: Any
     ) -> list[dict[str, Any]]:
-        from eval.main import EvalConfig
+        from eval.config import EvalConfig
         from eval.main import run as run_eval
 
         name = f"eval/{folder}"

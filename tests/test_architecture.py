@@ -31,7 +31,7 @@ CONFIGS = {
     "collect": "stages.collect:CollectConfig",
     "solutions": "stages.solutions:SolutionsConfig",
     "stage2": "stages.stage2.config:Stage2Config",
-    "eval": "eval.main:EvalConfig",
+    "eval": "eval.config:EvalConfig",
     "export": "stages.export:ExportConfig",
     "solve": "stages.solve_config:SolveConfig",
     "serve": "stages.serve:ServeConfig",

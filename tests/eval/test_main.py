@@ -20,7 +20,8 @@ from data.benchmarks import BenchmarkError
 from data.problems import ProblemFileError
 from eval.compare import compare
 from eval.conditions import read_condition
-from eval.main import EvalConfig, EvalError, main, open_checkpoint, run
+from eval.config import EvalConfig
+from eval.main import EvalError, main, open_checkpoint, run
 from eval.regrade import main as regrade
 from eval.runtime import Runtime, find_model, open_runtime, weights_fingerprint
 from rivet.checkpoints import CheckpointError

@@ -14,8 +14,9 @@ import torch
 
 from data.problems import Problem
 from eval.conditions import read_condition
+from eval.config import EvalConfig
 from eval.latent import LatentEvalError
-from eval.main import EvalConfig, main, run
+from eval.main import main, run
 from eval.report import main as report
 from rivet import Solver
 from rivet.checkpoints import CheckpointError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.main import EvalConfig
+from eval.config import EvalConfig
 from eval.main import run as run_eval
 from rivet.async_solver import AsyncSolver
 from rivet.rollout.backend import BackendError
