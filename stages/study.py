@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 NO_STAGE1 = "none"
 # What may differ when a study goes on: each phase checks its own settings against what is there.
-_MAY_GROW = ("jobs", "seeds", "arms", "variants", "conditions", "stage2_conditions")
-_ARM_KEYS = ("start", "stage1", "collect", "solutions", "stage2")
+_MAY_GROW = ("jobs", "seeds", "arms", "variants")
+_ARM_KEYS = ("start", "stage1", "collect", "solutions", "trajectories", "stage2")
 
 
 @dataclass
@@ -63,7 +63,8 @@ class StudyConfig(PipelineConfig):
             "help": "Name of each arm: {stage1: settings, collect: settings, stage2: [variants]}; "
             "without stage1 the arm goes from its start to collection. With `solutions: settings` "
             "Stage II learns the experts' own solutions instead of what is collected. With "
-            "`start: path` the arm starts from there."
+            "`start: path` the arm starts from there, with `trajectories: path` Stage II learns "
+            "those; `{seed}` in a path stands for the seed."
         },
     )
     start: str = field(
@@ -105,6 +106,7 @@ class StudyConfig(PipelineConfig):
                 )
         for seed in self.seeds:
             self.starts(seed)
+            self.trajectories(seed)
 
     def starts(self, seed: int) -> dict[str, Path | None]:
         """Where each arm of a seed starts; None is the study's own warm start.
@@ -112,17 +114,32 @@ class StudyConfig(PipelineConfig):
         Raises:
             ValueError: A path has something else than `{seed}` in braces.
         """
-        found: dict[str, Path | None] = {}
-        for name, arm in self.arms.items():
-            pattern = arm.get("start", self.start)
-            try:
-                found[name] = Path(pattern.format(seed=seed)) if pattern else None
-            except (KeyError, IndexError, ValueError) as error:
-                raise ValueError(
-                    f"arms: {name}: start is {pattern!r}; expected a path in which {{seed}} "
-                    "stands for the seed"
-                ) from error
-        return found
+        paths = {name: arm.get("start", self.start) for name, arm in self.arms.items()}
+        return {
+            name: _of_seed(path, seed, f"arms: {name}: start") if path else None
+            for name, path in paths.items()
+        }
+
+    def trajectories(self, seed: int) -> dict[str, Path]:
+        """What each arm that collects nothing itself has Stage II learn, for a seed.
+
+        Raises:
+            ValueError: A path has something else than `{seed}` in braces.
+        """
+        return {
+            name: _of_seed(arm["trajectories"], seed, f"arms: {name}: trajectories")
+            for name, arm in self.arms.items()
+            if "trajectories" in arm
+        }
+
+
+def _of_seed(path: str, seed: int, where: str) -> Path:
+    try:
+        return Path(path.format(seed=seed))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{where} is {path!r}; expected a path in which {{seed}} stands for the seed"
+        ) from error
 
 
 def run(config: StudyConfig) -> dict[str, Any]:
@@ -183,25 +200,25 @@ def check_arms(config: StudyConfig) -> None:
 
 
 def check_starts(config: StudyConfig) -> None:
-    """Check that the checkpoints that arms start from are there.
+    """Check that the checkpoints and trajectories that arms take from elsewhere are there.
 
     Raises:
         rivet.config.ConfigError: Some are not.
     """
-    missing = {
-        str(start)
-        for seed in config.seeds
-        for start in config.starts(seed).values()
-        if start is not None and not start.is_dir()
-    }
-    if missing:
-        raise ConfigError(
-            [
-                f"start: {path}: no such checkpoint; expected one of a study that has run "
-                "(rivet study)"
-                for path in sorted(missing)
-            ]
-        )
+    faults: set[str] = set()
+    for seed in config.seeds:
+        for what, paths in (
+            ("start", config.starts(seed).values()),
+            ("trajectories", config.trajectories(seed).values()),
+        ):
+            faults |= {
+                f"{what}: {path}: no such folder; expected one of a run that has ended (rivet "
+                "study)"
+                for path in paths
+                if path is not None and not path.is_dir()
+            }
+    if faults:
+        raise ConfigError(sorted(faults))
 
 
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
@@ -317,7 +334,9 @@ def _run_arm(
         expert_loss = choices["stage1"].get("expert_loss", "positive")
         rows += pipeline.evaluate(start, "stage1", config.conditions)
     if choices.get("stage2"):
-        if "solutions" in choices:
+        if "trajectories" in choices:
+            trajectories = config.trajectories(seed)[arm]
+        elif "solutions" in choices:
             trajectories = pipeline.solutions(start, **choices["solutions"])
         else:
             trajectories = pipeline.collect(start, **choices.get("collect", {}))

@@ -165,11 +165,12 @@ def test_a_start_that_is_not_there_is_named_before_anything_runs(tmp_path: Path)
         StudyConfig,
         output_dir=str(tmp_path / "study"),
         seeds=[1, 2],
-        arms={"a": {"start": f"{tmp_path}/seed-{{seed}}"}},
+        arms={"a": {"start": f"{tmp_path}/seed-{{seed}}", "trajectories": f"{tmp_path}/none"}},
     )
     (tmp_path / "seed-1").mkdir()
-    with pytest.raises(ConfigError, match="seed-2: no such checkpoint"):
+    with pytest.raises(ConfigError, match="start: .*seed-2: no such folder") as caught:
         run_study(config)
+    assert len(caught.value.faults) == 2 and "trajectories: " in caught.value.faults[1]
     assert not (tmp_path / "study").exists()
 
 
@@ -239,6 +240,7 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
         seeds=[1],
         arms=arms,
         variants={"plain": {"format_alpha": 1.0}, "nothing": {"max_length": 1}},
+        stage2_conditions=["local", "plain"],
         jobs=2,
     )
     done = subprocess.run(
@@ -254,26 +256,31 @@ def test_the_study_runs_its_arms_and_names_what_fails(tmp_path: Path) -> None:
         for arm, checkpoint, stage2 in (
             ("", "warm", "none"),
             ("mask", "stage1", "none"),
-            ("mask", "stage2", "plain"),
         )
         for condition in ("experts", "local")
-    }
+    } | {("mask", "stage2", "plain", condition) for condition in ("local", "plain")}
     assert {r["expert_loss"] for r in results["rows"]} == {"none", "mask"}
 
     # More arms of the same study: what is there is read, and an arm may start anywhere.
     at = f"{folder}/seed-{{seed}}/mask/stage1/checkpoint"
-    arms = {"mask": arms["mask"], "on": {"start": at, "stage2": ["plain"]}}
+    learnt = f"{folder}/seed-{{seed}}/mask/collect/trajectories"
+    arms = {
+        "mask": arms["mask"],
+        "on": {"start": at, "stage2": ["plain"]},
+        "again": {"start": at, "trajectories": learnt, "stage2": ["plain"]},
+    }
     arguments[arguments.index("--arms") + 1] = json.dumps(arms)
-    more = [*arguments, "--stage2_conditions", '["local", "plain"]']
     done = subprocess.run(
-        more, cwd=REPO, capture_output=True, text=True, timeout=900, env=os.environ.copy()
+        arguments, cwd=REPO, capture_output=True, text=True, timeout=900, env=os.environ.copy()
     )
     assert done.returncode == 0, done.stderr[-3000:]
     grown = json.loads((folder / "results.json").read_text())
     assert [r for r in grown["rows"] if r["checkpoint"] == "stage1"] == [
         r for r in results["rows"] if r["checkpoint"] == "stage1"
     ]
-    assert {(r["checkpoint"], r["condition"]) for r in grown["rows"] if r["arm"] == "on"} == {
-        ("stage2", "local"),
-        ("stage2", "plain"),
+    stage2 = {
+        arm: [(r["condition"], r["accuracy"]) for r in grown["rows"] if r["arm"] == arm]
+        for arm in ("on", "again")
     }
+    assert [condition for condition, _ in stage2["on"]] == ["local", "plain"]
+    assert stage2["again"] == stage2["on"]  # the trajectories are those that it collects itself
