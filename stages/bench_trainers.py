@@ -223,7 +223,7 @@ def stage2(
     return Stage2Trainer(
         sizes.model(),
         SFTConfig(**_arguments(sizes, folder, **{"train_sampling_strategy": "sequential", **more})),
-        objective=Objective.plain(),
+        objective=Objective(),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer().hf,
         callbacks=callbacks,

@@ -91,7 +91,6 @@ class WarmstartConfig(WeightedSFTConfig):
     gate: float = setting(
         0.85, "Share of exactly copied requests below which the run fails, in [0, 1]."
     )
-    format_alpha: float = setting(1.0, "Alpha, weight of a format token, at least 0.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -63,7 +63,7 @@ class Objective:
     controller: float = 1.0
     expert: float = 1.0
     format_weight: FormatWeight = "constant"
-    format_alpha: float = 2.0
+    format_alpha: float = 1.0
     route: float = 1.0
     train_reply_tags: bool = True
     normalization: Normalization = "weights"
@@ -83,14 +83,9 @@ class Objective:
                 )
 
     @classmethod
-    def plain(cls) -> Objective:
-        """Every token of the completion but the environment's at weight 1: ordinary SFT."""
-        return cls(format_alpha=1.0)
-
-    @classmethod
     def decisions_only(cls) -> Objective:
         """What the controller decided and nothing of the reply."""
-        return cls(expert=0.0, format_alpha=1.0, train_reply_tags=False)
+        return cls(expert=0.0, train_reply_tags=False)
 
     @property
     def is_focal(self) -> bool:

@@ -73,7 +73,7 @@ def measure(case: dict[str, Any]) -> float:
                 report_to="none", save_strategy="no", disable_tqdm=True,
                 dataloader_pin_memory=False, train_sampling_strategy="sequential",
             ),
-            objective=Objective.plain(),
+            objective=Objective(),
             train_dataset=data,
             processing_class=hf,
             callbacks=[FromThird()],

@@ -39,12 +39,12 @@ def weights_of(objective: Objective, expert_scale: float = 1.0) -> list[float]:
     return token_weights(objective.table(), authors, kinds, expert_scale).tolist()
 
 
-def test_default_weights_format_by_two_and_leaves_prompt_and_output_out() -> None:
-    assert weights_of(Objective()) == [0, 1, 2, 1, 1, 2, 1, 1, 1, 0, 0, 1]
+def test_the_default_weighs_everything_but_prompt_and_environment_by_one() -> None:
+    assert weights_of(Objective()) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1]
 
 
-def test_plain_weighs_everything_but_prompt_and_environment_by_one() -> None:
-    assert weights_of(Objective.plain()) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1]
+def test_alpha_weighs_format_and_leaves_prompt_and_output_out() -> None:
+    assert weights_of(Objective(format_alpha=2.0)) == [0, 1, 2, 1, 1, 2, 1, 1, 1, 0, 0, 1]
 
 
 def test_decisions_only_masks_the_whole_reply() -> None:
@@ -52,7 +52,20 @@ def test_decisions_only_masks_the_whole_reply() -> None:
 
 
 def test_beta_zero_keeps_the_tags_of_the_reply() -> None:
-    assert weights_of(Objective(expert=0.0)) == [0, 1, 2, 1, 1, 2, 1, 0, 0, 0, 0, 1]
+    assert weights_of(Objective(expert=0.0, format_alpha=2.0)) == [
+        0,
+        1,
+        2,
+        1,
+        1,
+        2,
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_each_weight_reaches_its_own_tokens() -> None:
@@ -62,7 +75,8 @@ def test_each_weight_reaches_its_own_tokens() -> None:
 
 
 def test_expert_scale_of_zero_masks_the_experts_words_in_one_row_but_not_its_tags() -> None:
-    assert weights_of(Objective(), expert_scale=0.0) == [0, 1, 2, 1, 1, 2, 1, 0, 0, 0, 0, 1]
+    objective = Objective(format_alpha=2.0)
+    assert weights_of(objective, expert_scale=0.0) == [0, 1, 2, 1, 1, 2, 1, 0, 0, 0, 0, 1]
 
 
 def test_the_first_token_of_a_row_is_never_trained() -> None:

@@ -95,7 +95,7 @@ def test_plain_sft_equals_trl(
     tmp_path: Path, tag_tokenizer: ProtocolTokenizer, accumulation: int
 ) -> None:
     overrides: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
-    ours = trainer_of(tmp_path / "ours", tag_tokenizer, Objective.plain(), **overrides)
+    ours = trainer_of(tmp_path / "ours", tag_tokenizer, Objective(), **overrides)
 
     def labelled(row: dict[str, Any]) -> dict[str, Any]:
         ignored = {AUTHOR_CODES.index("prompt"), AUTHOR_CODES.index("environment")}

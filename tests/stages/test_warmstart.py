@@ -195,7 +195,7 @@ def test_controller_and_tags_are_always_trained_and_the_experts_words_in_the_cho
     assert scales == span_scales(len(trajectories), 0.05, seed=1)
     assert scales != span_scales(len(trajectories), 0.05, seed=2)
     dataset = to_dataset(trajectories, expert_scales=scales)
-    batch = WeightedCollator(Objective.plain(), pad_token_id=0)(list(dataset))
+    batch = WeightedCollator(Objective(), pad_token_id=0)(list(dataset))
     weights, authors = batch["weights"], batch["authors"]
     assert (weights[authors == AUTHOR_CODES.index("controller")] == 1).all()
     assert (weights[authors == AUTHOR_CODES.index("environment")] == 0).all()
