@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
-from stages.pipeline import Phases, check_overrides
+from stages.pipeline import Phases, check_overrides, give_memory_back
 from stages.study import StudyConfig, _run_units, check_arms
 from stages.study import main as study
 from stages.study import run as run_study
@@ -177,6 +178,20 @@ def test_a_start_that_is_not_there_is_named_before_anything_runs(tmp_path: Path)
 def test_a_size_without_recipes_is_refused() -> None:
     with pytest.raises(ConfigError, match="size is 'huge'"):
         load_config(DemoConfig, RECIPE, size="huge")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's own call")
+def test_memory_that_a_phase_has_freed_goes_back_to_the_system() -> None:
+    """A process that had Stage I behind it kept 17 GB, and Stage II came on top."""
+    process, mib = psutil.Process(), 1 << 20
+    before = process.memory_info().rss
+    held = [bytearray(20_000) for _ in range(10_000)]
+    kept = held[::1000]  # so that nothing can simply be cut off at the end
+    del held
+    freed_only = process.memory_info().rss
+    give_memory_back()
+    assert process.memory_info().rss < min(before + 100 * mib, freed_only - 50 * mib)
+    assert len(kept) == 10
 
 
 def test_phase_times_add_up_over_runs(tmp_path: Path) -> None:
