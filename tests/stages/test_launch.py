@@ -13,7 +13,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
+from jinja2 import Environment
 
+from data.miniworld.dialogues import code_of
+from data.miniworld.experts import EXPERTS, parse_request, route, run_script
 from rivet.config_help import own_fields
 from rivet.experts.config import load_experts
 from stages.cli import COMMANDS
@@ -29,6 +32,8 @@ def test_every_file_is_one_that_is_tested_here() -> None:
         "zero3.yaml",
         "experts_open.yaml",
         "experts_api.yaml",
+        "experts_gemma.yaml",
+        "completion.jinja",
         "slurm_stage1.sh",
     }
 
@@ -60,6 +65,33 @@ def test_expert_files_load_and_name_no_key(name: str, monkeypatch: pytest.Monkey
     experts = load_experts(LAUNCH / f"{name}.yaml")
     assert len(experts) >= 2 and all(expert.skill for expert in experts)
     assert name == "experts_open" or all(expert.has_price for expert in experts)
+
+
+def test_the_model_among_the_mini_worlds_experts_takes_the_place_of_one_script() -> None:
+    experts = {expert.name: expert for expert in load_experts(LAUNCH / "experts_gemma.yaml")}
+    assert {name: expert.skill for name, expert in experts.items()} == {
+        name: script.skill for name, script in EXPERTS.items()
+    }
+    assert [name for name, expert in experts.items() if expert.has_price] == ["numth"]
+    # The examples are right, or the model would learn mistakes from them.
+    examples = re.findall(
+        r"Request: (.*)\n(.*)\n```python\n(.*?)\n```", experts["numth"].system, re.S
+    )
+    families = [parse_request(request) for request, _ in examples]
+    assert len({parsed[0] for parsed in families if parsed}) == len(examples) == 6
+    for request, program in examples:
+        knows = EXPERTS[route((parse_request(request) or ("", ""))[0])]
+        assert run_script(program) == run_script(code_of(knows.reply(request, 0)))
+
+
+def test_a_base_model_is_asked_to_go_on_behind_the_examples() -> None:
+    template = Environment().from_string((LAUNCH / "completion.jinja").read_text())
+    system = {"role": "system", "content": "Examples.\n"}
+    asked = {"role": "user", "content": "gcd 12, 18"}
+    said = {"role": "assistant", "content": "print(6)\n"}
+    text = template.render(messages=[system, asked, said, asked], bos_token="<bos>")
+    request = "Request: gcd 12, 18\n"
+    assert text == f"<bos>Examples.\n\n{request}print(6)\n\n{request}"
 
 
 def test_the_slurm_script_is_sound_shell_and_names_what_exists() -> None:
