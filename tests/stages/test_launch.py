@@ -74,9 +74,8 @@ def test_the_model_among_the_mini_worlds_experts_takes_the_place_of_one_script()
     }
     assert [name for name, expert in experts.items() if expert.has_price] == ["numth"]
     # The examples are right, or the model would learn mistakes from them.
-    examples = re.findall(
-        r"Request: (.*)\n(.*)\n```python\n(.*?)\n```", experts["numth"].system, re.S
-    )
+    example = r"Request: (.*)\n.*\n```python\n((?:.*\n)+?)```"
+    examples = re.findall(example, experts["numth"].system)
     families = [parse_request(request) for request, _ in examples]
     assert len({parsed[0] for parsed in families if parsed}) == len(examples) == 6
     for request, program in examples:
