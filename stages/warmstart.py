@@ -28,6 +28,7 @@ from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_cor
 from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split, check_families, request_for
 from data.problems import Problem
+from rivet.checkpoints import CheckpointError
 from rivet.config import parse_config
 from rivet.prompts import PromptBuilder
 from rivet.protocol import STOP_EXPERT, parse, split_reply
@@ -111,6 +112,7 @@ def run(config: WarmstartConfig) -> Path:
 
     Raises:
         GateError: Fewer requests than `gate` were copied exactly; the run stays unfinished.
+        rivet.checkpoints.CheckpointError: `model` is missing or broken.
     """
     assert config.output_dir is not None
     with RunDir.open(
@@ -254,8 +256,17 @@ def _start(
     """The controller before training: a given one, or the mini controller from scratch."""
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in EXPERTS.values())
     if config.model:
-        tokenizer = ProtocolTokenizer.from_pretrained(config.model)
-        pretrained = load_controller(config.model, config)
+        try:
+            tokenizer = ProtocolTokenizer.from_pretrained(config.model)
+            pretrained = load_controller(config.model, config)
+        except OSError as error:
+            if Path(config.model).exists():
+                raise
+            raise CheckpointError(
+                f"model: {config.model}: no such folder, and the Hub gives no such model "
+                f"({str(error).splitlines()[0]}); expected the folder of a pretrained model, such "
+                "as `rivet import-gguf` makes, or a name on the Hub"
+            ) from error
         if (Path(config.model) / SETTINGS_FILE).is_file():
             return tokenizer, ProtocolSettings.load(config.model), pretrained
         return tokenizer, ProtocolSettings(prompt=config.prompt, experts=cards), pretrained

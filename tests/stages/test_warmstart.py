@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from data.miniworld.dialogues import Dialogue, code_of, scripted_dialogues, tokenizer_corpus
 from data.miniworld.experts import EXPERTS, run_script
 from data.miniworld.tasks import build_split, request_for
+from rivet.checkpoints import CheckpointError
 from rivet.config import load_config
 from rivet.experts.types import ExpertReply
 from rivet.prompts import PromptBuilder
@@ -291,6 +292,15 @@ def test_a_pretrained_checkpoint_with_plain_text_tags_can_be_the_start(
     assert "algebra" in PromptBuilder(tokenizer, settings).system_message("experts")
     bare = run(config_of(tmp_path / "bare", model=str(tmp_path / "base"), prompt="bare"))
     assert ProtocolSettings.load(bare).prompt == "bare"
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_: object) -> ProtocolTokenizer:
+        raise OSError("no connection\nCheck your internet connection")
+
+    monkeypatch.setattr(ProtocolTokenizer, "from_pretrained", nothing)
+    with pytest.raises(CheckpointError, match="model: models/none: no such folder, and the Hub"):
+        run(config_of(tmp_path / "run", model="models/none"))
 
 
 @pytest.mark.slow
