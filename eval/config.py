@@ -4,59 +4,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from data.miniworld.tasks import check_families
 from eval.generate import SampleSpec
 from rivet.checkpoints import Dtype
+from rivet.config import setting
 from rivet.rollout.backend import SamplingParams
 from rivet.rollout.backend_settings import BackendSettings
 from rivet.trajectory import MODES, Mode
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class EvalConfig(BackendSettings):
     """Settings of an evaluation."""
 
-    model: str = _setting(
+    model: str = setting(
         "",
         "Checkpoint folder, or a pretrained chat model: its folder or its name on the Hub. "
         "Required.",
     )
-    output_dir: str = _setting("runs/eval", "The run folder.")
-    overwrite: bool = _setting(False, "Replace an evaluation that is there.")
-    label: str = _setting("", "The checkpoint's name in tables; empty takes it from its folder.")
+    output_dir: str = setting("runs/eval", "The run folder.")
+    overwrite: bool = setting(False, "Replace an evaluation that is there.")
+    label: str = setting("", "The checkpoint's name in tables; empty takes it from its folder.")
     conditions: list[Mode] = field(
         default_factory=lambda: ["experts", "local"],
         metadata={"help": "Conditions to evaluate under, in order."},
     )
-    problems: str | list[str] = _setting(
+    problems: str | list[str] = setting(
         "miniworld",
         "Test problems, one or several of: `miniworld`, benchmarks and suites (`rivet benchmarks` "
         "lists them), files (.jsonl, .jsonl.gz, .parquet).",
     )
-    data_dir: str | None = _setting(
+    data_dir: str | None = setting(
         None, "Folder with copies of the benchmarks; null takes the Hub, or its cache offline."
     )
     skip: list[str] = field(
         default_factory=list, metadata={"help": "Benchmarks to leave out of the suites."}
     )
-    problems_per_family: int = _setting(100, "Test problems of each mini-world family, at least 1.")
-    families: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Families of the mini-world that are asked about; empty: all."},
+    problems_per_family: int = setting(100, "Test problems of each mini-world family, at least 1.")
+    families: list[str] = setting(
+        [], "Families of the mini-world that are asked about; empty: all."
     )
-    split: Literal["test", "validation"] = _setting("test", "Split of the mini-world.")
-    limit: int | None = _setting(
+    split: Literal["test", "validation"] = setting("test", "Split of the mini-world.")
+    limit: int | None = setting(
         None,
         "So many problems of each set only, at least 1: the first of a file, a fixed choice of a "
         "benchmark.",
     )
-    experts: str = _setting(
+    experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )
     expert_paths: dict[str, str] = field(
@@ -66,26 +62,26 @@ class EvalConfig(BackendSettings):
             "config.json says."
         },
     )
-    samples_per_problem: int = _setting(1, "k: samples of each problem, at least 1.")
-    temperature: float = _setting(0.0, "Sampling temperature, at least 0; 0 is greedy.")
-    top_p: float = _setting(1.0, "Nucleus mass in (0, 1].")
-    top_k: int = _setting(0, "Sample from the k most likely tokens only; 0 from all.")
-    seed: int = _setting(0, "Seed of the samples.")
-    problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
-    max_completion_length: int | None = _setting(
+    samples_per_problem: int = setting(1, "k: samples of each problem, at least 1.")
+    temperature: float = setting(0.0, "Sampling temperature, at least 0; 0 is greedy.")
+    top_p: float = setting(1.0, "Nucleus mass in (0, 1].")
+    top_k: int = setting(0, "Sample from the k most likely tokens only; 0 from all.")
+    seed: int = setting(0, "Seed of the samples.")
+    problems_seed: int = setting(0, "Seed that the mini-world's problems are drawn with.")
+    max_completion_length: int | None = setting(
         None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
     )
-    grading: Literal["reward", "eval"] = _setting(
+    grading: Literal["reward", "eval"] = setting(
         "reward", "`reward` reads boxes only; `eval` may fall back to a final `Answer:` line."
     )
-    dtype: Dtype = _setting("auto", "Number format of the weights; `auto` keeps theirs.")
-    batch_size: int = _setting(96, "Trajectories in flight, at least 1.")
-    shard_size: int = _setting(256, "Rows per shard of the store, at least 1.")
-    max_attempts: int = _setting(3, "Tries of a row that infrastructure voids, at least 1.")
-    max_fault_rate: float = _setting(
+    dtype: Dtype = setting("auto", "Number format of the weights; `auto` keeps theirs.")
+    batch_size: int = setting(96, "Trajectories in flight, at least 1.")
+    shard_size: int = setting(256, "Rows per shard of the store, at least 1.")
+    max_attempts: int = setting(3, "Tries of a row that infrastructure voids, at least 1.")
+    max_fault_rate: float = setting(
         0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
     )
-    ray: int = _setting(
+    ray: int = setting(
         0,
         "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
         "process alone.",

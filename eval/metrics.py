@@ -8,6 +8,7 @@ checked against worked examples and simulation; what is counted over trajectorie
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,14 @@ def student_t_quantile(probability: float, degrees: int) -> float:
         (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
     )
     return x + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half of the 95% interval of a mean over seeds; None with one seed."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return student_t_quantile(0.975, len(values) - 1) * error
 
 
 def pass_at_k(total: int, right: int, k: int) -> float:

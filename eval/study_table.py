@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.metrics import student_t_quantile
+from eval.metrics import half_width
 from rivet.trajectory import MODES
 
 Row = Mapping[str, Any]
@@ -164,10 +164,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[dict[int, fl
         None with fewer than 2 seeds.
     """
     found = {seed: value - b[seed] for seed, value in a.items() if seed in b}
-    if len(found) < 2:
-        return found, None
-    error = statistics.stdev(found.values()) / len(found) ** 0.5
-    return found, student_t_quantile(0.975, len(found) - 1) * error
+    return found, half_width(list(found.values()))
 
 
 def describe_cells(seeds: Sequence[int]) -> str:

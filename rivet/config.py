@@ -32,6 +32,14 @@ C = TypeVar("C")
 _MISSING = dataclasses.MISSING
 
 
+def setting(default: Any, text: str) -> Any:
+    """A documented field of a configuration; each instance gets its own copy of a list or dict."""
+    metadata = {"help": text}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 class ConfigError(ValueError):
     """A recipe or a command line is wrong.
 

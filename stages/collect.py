@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from eval.ray_shards import listed_experts, open_actors
 from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import open_runtime
 from rivet.checkpoints import check_checkpoint
-from rivet.config import parse_config
+from rivet.config import parse_config, setting
 from rivet.experts.config import load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
@@ -47,46 +47,41 @@ STORE = "trajectories"
 _NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate", "ray", *MAY_CHANGE)
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class CollectConfig(BackendSettings):
     """Settings of a collection."""
 
-    model: str = _setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
-    output_dir: str = _setting("runs/collect", "The run folder.")
-    overwrite: bool = _setting(False, "Replace a collection that is there.")
-    problems: str = _setting(
+    model: str = setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
+    output_dir: str = setting("runs/collect", "The run folder.")
+    overwrite: bool = setting(False, "Replace a collection that is there.")
+    problems: str = setting(
         "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
     )
-    problems_per_family: int = _setting(
+    problems_per_family: int = setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
-    families: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Families of the mini-world that are asked about; empty: all."},
+    families: list[str] = setting(
+        [], "Families of the mini-world that are asked about; empty: all."
     )
-    problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
-    limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
-    mode: Mode = _setting("experts", "Condition to sample under.")
-    experts: str = _setting(
+    problems_seed: int = setting(0, "Seed that the mini-world's problems are drawn with.")
+    limit: int | None = setting(None, "Take the first so many problems only, at least 1.")
+    mode: Mode = setting("experts", "Condition to sample under.")
+    experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )
-    samples_per_problem: int = _setting(1, "Samples of each problem, at least 1.")
-    temperature: float = _setting(0.8, "Sampling temperature, above 0.")
-    seed: int = _setting(0, "Seed of the samples.")
-    max_completion_length: int | None = _setting(
+    samples_per_problem: int = setting(1, "Samples of each problem, at least 1.")
+    temperature: float = setting(0.8, "Sampling temperature, above 0.")
+    seed: int = setting(0, "Seed of the samples.")
+    max_completion_length: int | None = setting(
         None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
     )
-    batch_size: int = _setting(128, "Trajectories in flight, at least 1.")
-    shard_size: int = _setting(256, "Rows per shard of the store, at least 1.")
-    max_attempts: int = _setting(3, "Tries of a row that infrastructure voids, at least 1.")
-    max_fault_rate: float = _setting(
+    batch_size: int = setting(128, "Trajectories in flight, at least 1.")
+    shard_size: int = setting(256, "Rows per shard of the store, at least 1.")
+    max_attempts: int = setting(3, "Tries of a row that infrastructure voids, at least 1.")
+    max_fault_rate: float = setting(
         0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
     )
-    ray: int = _setting(
+    ray: int = setting(
         0,
         "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
         "process alone.",

@@ -158,11 +158,11 @@ def import_gguf(
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
     tokenizer.chat_template = _template(template, fields, tokenizer)
     _check(file, fields, tokenizer, config)
+    # A GGUF file names one end, often that of a document; a chat model stops at that of its turn.
+    stops = {config.eos_token_id, turn_end(tokenizer), *(_end(e, tokenizer) for e in ends)} - {None}
     model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
-    # A GGUF file names one end, often that of a document; a chat model stops at that of its turn.
-    stops = {config.eos_token_id, turn_end(tokenizer), *(_end(e, tokenizer) for e in ends)} - {None}
     if len(stops) > 1:
         model.generation_config.eos_token_id = sorted(stops)
     folder.mkdir(parents=True, exist_ok=True)

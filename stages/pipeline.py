@@ -193,13 +193,13 @@ class Pipeline:
     ) -> list[dict[str, Any]]:
         """Evaluate a checkpoint, by default with experts and after their removal.
 
-        Returns:
-            The result rows, one for each condition.
-
         Accuracy and form are those of greedy decoding. Routing is that of sampling at temperature
         1: greedy decoding of a controller that has no preference yet still names one and the same
         expert for all problems of a kind, which looks like a choice and is none. The greedy figure
         is kept as `route_accuracy_greedy`.
+
+        Returns:
+            The result rows, one for each condition.
         """
         rows = self._evaluate(checkpoint, label, label, conditions=list(conditions))
         if "experts" not in conditions:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rivet.config import ConfigError, load_config, parse_config
+from rivet.config import ConfigError, load_config, parse_config, setting
 from rivet.experts.config import ExpertConfig, load_experts
 from stages.plan_memory import Memory, PlanError, Precision, Shape, Sharding, Step, memory, shape_of
 from stages.plan_work import Assumptions, Work, work
@@ -23,52 +23,48 @@ from stages.plan_work import Assumptions, Work, work
 STAGES = ("stage1", "collect", "stage2")
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class PlanConfig:
     """Settings of `rivet plan`; all but the recipe are assumptions about the run."""
 
     recipe: str = field(metadata={"help": "Recipe of stage1, collect or stage2."})
-    stage: str = _setting("", "Which of them it is; empty: the first word of its name.")
-    shape: str = _setting(
+    stage: str = setting("", "Which of them it is; empty: the first word of its name.")
+    shape: str = setting(
         "",
         "Model folder, config.json, or one of qwen3-1.7b, qwen3-4b, smollm2-135m; empty: the "
         "recipe's `model`.",
     )
-    devices: int = _setting(1, "Devices that train, one process each, at least 1.")
-    device: str = _setting("cuda", "`cuda`, or `cpu`.")
-    device_gb: float = _setting(80.0, "Memory of a device in 10^9 bytes, above 0.")
-    sharding: Sharding = _setting(
+    devices: int = setting(1, "Devices that train, one process each, at least 1.")
+    device: str = setting("cuda", "`cuda`, or `cpu`.")
+    device_gb: float = setting(80.0, "Memory of a device in 10^9 bytes, above 0.")
+    sharding: Sharding = setting(
         "none", "`full` spreads weights, gradients and optimizer over the devices (FSDP, ZeRO-3)."
     )
-    backend: str = _setting("", "What samples: `local` or `vllm`; empty: as the recipe says.")
-    precision: Precision = _setting("bf16", "Of the arithmetic: `bf16` or `fp32`.")
-    prompt_length: int = _setting(400, "Tokens of a prompt, at least 1.")
-    completion_length: int = _setting(
+    backend: str = setting("", "What samples: `local` or `vllm`; empty: as the recipe says.")
+    precision: Precision = setting("bf16", "Of the arithmetic: `bf16` or `fp32`.")
+    prompt_length: int = setting(400, "Tokens of a prompt, at least 1.")
+    completion_length: int = setting(
         2500, "Mean tokens of a completion, spliced ones included, at least 1."
     )
-    spliced_share: float = _setting(
+    spliced_share: float = setting(
         0.35, "Share of them that experts and the sandbox write, in [0, 1)."
     )
-    calls_per_rollout: float = _setting(1.5, "Consultations of a trajectory, at least 0.")
-    request_length: int = _setting(300, "Tokens that an expert reads in one, at least 0.")
-    reply_length: int = _setting(600, "Tokens that an expert writes in one, at least 0.")
-    rows: int = _setting(
+    calls_per_rollout: float = setting(1.5, "Consultations of a trajectory, at least 0.")
+    request_length: int = setting(300, "Tokens that an expert reads in one, at least 0.")
+    reply_length: int = setting(600, "Tokens that an expert writes in one, at least 0.")
+    rows: int = setting(
         50_000, "Trajectories that Stage II learns from where their folder is not there yet."
     )
-    problems: int = _setting(
+    problems: int = setting(
         10_000, "Problems of the recipe's file where it is not there yet, at least 1."
     )
-    generation_tokens_per_s: float = _setting(
+    generation_tokens_per_s: float = setting(
         4000.0, "Tokens that one server samples in a second, above 0."
     )
-    servers: int = _setting(1, "Servers that sample at the same time, at least 1.")
-    tflops: float = _setting(989.0, "Dense 16-bit peak of one device, in 10^12 a second, above 0.")
-    utilization: float = _setting(0.35, "Share of it that training reaches, in (0, 1].")
-    json: bool = _setting(False, "Print the plan as one JSON object.")
+    servers: int = setting(1, "Servers that sample at the same time, at least 1.")
+    tflops: float = setting(989.0, "Dense 16-bit peak of one device, in 10^12 a second, above 0.")
+    utilization: float = setting(0.35, "Share of it that training reaches, in (0, 1].")
+    json: bool = setting(False, "Print the plan as one JSON object.")
 
     def __post_init__(self) -> None:
         faults = [

@@ -16,16 +16,15 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from data.miniworld.tasks import FAMILIES, build_split, check_families, request_for
 from data.problems import Problem
 from eval.generate import sample
 from eval.grade import load_gradable
 from rivet.checkpoints import find_checkpoint, load_tokenizer
-from rivet.config import parse_config
+from rivet.config import parse_config, setting
 from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts, sample_key
 from rivet.grading import Grader
@@ -47,36 +46,31 @@ from stages.experts import open_experts
 logger = logging.getLogger(__name__)
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class SolutionsConfig:
     """Settings of `rivet solutions`."""
 
-    model: str = _setting("", "Checkpoint whose tokenizer and protocol are used. Required.")
-    output_dir: str = _setting("runs/solutions", "The run folder.")
-    overwrite: bool = _setting(False, "Replace a run that is there.")
-    problems: str = _setting(
+    model: str = setting("", "Checkpoint whose tokenizer and protocol are used. Required.")
+    output_dir: str = setting("runs/solutions", "The run folder.")
+    overwrite: bool = setting(False, "Replace a run that is there.")
+    problems: str = setting(
         "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
     )
-    problems_per_family: int = _setting(
+    problems_per_family: int = setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
-    families: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Families of the mini-world that are asked about; empty: all."},
+    families: list[str] = setting(
+        [], "Families of the mini-world that are asked about; empty: all."
     )
-    problems_seed: int = _setting(0, "Seed that the mini-world's problems are drawn with.")
-    limit: int | None = _setting(None, "Take the first so many problems only, at least 1.")
-    experts: str = _setting(
+    problems_seed: int = setting(0, "Seed that the mini-world's problems are drawn with.")
+    limit: int | None = setting(None, "Take the first so many problems only, at least 1.")
+    experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )
-    samples_per_expert: int = _setting(1, "Replies of each expert to each problem, at least 1.")
-    seed: int = _setting(0, "Seed of the replies.")
-    batch_size: int = _setting(128, "Questions in flight, at least 1.")
-    max_fault_rate: float = _setting(
+    samples_per_expert: int = setting(1, "Replies of each expert to each problem, at least 1.")
+    seed: int = setting(0, "Seed of the replies.")
+    batch_size: int = setting(128, "Questions in flight, at least 1.")
+    max_fault_rate: float = setting(
         0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
     )
 

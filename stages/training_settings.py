@@ -7,20 +7,17 @@ that each rule is written once. What a stage adds is in its own `config` module.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from rivet.config import setting
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 _NOT_EQUAL = "a resumed run would not equal an undisturbed one"
-
-
-def setting(default: Any, text: str) -> Any:
-    """A documented field."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass

@@ -19,7 +19,7 @@ import itertools
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split, check_families, request_for
 from data.problems import Problem
 from rivet.checkpoints import CheckpointError
-from rivet.config import parse_config
+from rivet.config import parse_config, setting
 from rivet.prompts import PromptBuilder
 from rivet.protocol import STOP_EXPERT, parse, split_reply
 from rivet.rollout.backend import SamplingParams
@@ -46,7 +46,6 @@ from stages.mini_controller import build_model, build_tokenizer
 from stages.stage2.config import WeightedSFTConfig
 from stages.stage2.dataset import to_dataset
 from stages.stage2.training import train
-from stages.training_settings import setting
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +72,8 @@ class WarmstartConfig(WeightedSFTConfig):
     problems_per_family: int = setting(
         1500, "Training problems of each mini-world family that the dialogues are about, 1 or more."
     )
-    families: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Families of the mini-world that dialogues and gate are about; empty: all."
-        },
+    families: list[str] = setting(
+        [], "Families of the mini-world that dialogues and gate are about; empty: all."
     )
     expert_span_share: float = setting(
         0.05,

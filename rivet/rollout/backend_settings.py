@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from rivet.config import setting
 
 BackendName = Literal["local", "vllm"]
 
@@ -11,26 +13,19 @@ BackendName = Literal["local", "vllm"]
 MAY_CHANGE = ("vllm_urls", "vllm_args")
 
 
-def _setting(default: Any, text: str) -> Any:
-    metadata = {"help": text}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass
 class BackendSettings:
     """What samples; mixed into a command's settings."""
 
-    backend: BackendName = _setting(
+    backend: BackendName = setting(
         "local", "What samples: `local`, transformers in this process, or `vllm`, vLLM servers."
     )
-    vllm_urls: list[str] = _setting(
+    vllm_urls: list[str] = setting(
         [],
         "With backend vllm: running servers of the same model, such as http://127.0.0.1:8000; "
         "empty starts one for this run.",
     )
-    vllm_args: list[str] = _setting(
+    vllm_args: list[str] = setting(
         [],
         "Further arguments of the server that is started, such as '--gpu-memory-utilization 0.5'.",
     )

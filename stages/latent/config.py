@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from rivet.config import setting
 from rivet.latent.experts import ExpertError, ExpertSpec
 from stages.latent.specialists import SPECIALISTS
 from stages.stage1.config import AlarmAction, Stage1Config
 from stages.stage1.objective import ExpertLoss
-from stages.training_settings import setting
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -24,10 +24,6 @@ Arm = Literal["full", "single", "constant", "shuffled", "one-expert", "static"]
 ARMS = ("full", "single", "constant", "shuffled", "one-expert", "static")
 # Arms whose context tells nothing about the problem.
 UNINFORMED = ("single", "constant", "shuffled")
-
-
-def _list_setting(text: str) -> Any:
-    return field(default_factory=list, metadata={"help": text})
 
 
 @dataclass
@@ -40,9 +36,10 @@ class LatentConfig(Stage1Config):
         "Checkpoint folder of the policy: a causal LM with tokenizer and chat template; empty: the "
         "latent world's, built in `world`.",
     )
-    experts: list[dict[str, Any]] = _list_setting(  # type: ignore[assignment] # a list here
+    experts: list[dict[str, Any]] = setting(  # type: ignore[assignment] # a list here
+        [],
         "The frozen experts: name, path, and where wanted revision, layers, last_k, dtype, "
-        "reading; empty: the latent world's specialists."
+        "reading; empty: the latent world's specialists.",
     )
     world: str = setting(
         "runs/latent/world", "Folder of the latent world: problems, specialists, policy."
@@ -81,7 +78,7 @@ class LatentConfig(Stage1Config):
         "`static` (one learned mixture for every problem).",
     )
     expert: str = setting("", "The expert of the arm `one-expert`.")
-    controls: list[str] = _list_setting("Arms that are run after `arm`, each in its own folder.")
+    controls: list[str] = setting([], "Arms that are run after `arm`, each in its own folder.")
     # --- the adapter
     num_context_tokens: int = setting(4, "K, context tokens, at least 1.")
     adapter_width: int = setting(96, "Width inside the adapter, a multiple of its heads.")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.latent_report import AS_TRAINED, HARD, write_latent_report
-from eval.metrics import student_t_quantile
+from eval.metrics import half_width
 from rivet.config import ConfigError, load_config, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
@@ -165,14 +165,6 @@ def mean_rows(runs: Sequence[Mapping[str, Any]], order: Sequence[str]) -> list[d
         }
         for (arm, condition, family), values in groups.items()
     ]
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of a mean over seeds; None with one seed."""
-    if len(values) < 2:
-        return None
-    error = statistics.stdev(values) / len(values) ** 0.5
-    return student_t_quantile(0.975, len(values) - 1) * error
 
 
 def gates(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from trl import GRPOConfig
 
 from data.miniworld.tasks import check_families
+from rivet.config import setting
 from rivet.rewards import CostTerm
 from rivet.rollout.backend_settings import BackendSettings
 from rivet.trajectory import Mode
@@ -23,7 +24,7 @@ from stages.stage1.objective import (
     Shaping,
     preset,
 )
-from stages.training_settings import TrainingSettings, setting
+from stages.training_settings import TrainingSettings
 
 AlarmAction = Literal["stop", "warn", "off"]
 RatioTo = Literal["trainer", "engine"]
@@ -56,10 +57,7 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
     problems_per_family: int = setting(
         1500, "Training problems of each mini-world family, at least 1."
     )
-    families: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Families of the mini-world that are trained on; empty: all."},
-    )
+    families: list[str] = setting([], "Families of the mini-world that are trained on; empty: all.")
     experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )

@@ -7,8 +7,9 @@ from typing import Literal
 
 from trl import SFTConfig
 
+from rivet.config import setting
 from stages.stage2.objective import FormatWeight, Normalization, Objective
-from stages.training_settings import TrainingSettings, setting
+from stages.training_settings import TrainingSettings
 
 Use = Literal["any", "expert", "code", "expert_or_code"]
 

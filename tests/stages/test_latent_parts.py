@@ -14,6 +14,7 @@ import torch
 from data.problems import Problem
 from eval.gather import ReportError
 from eval.latent_report import write_latent_report
+from eval.metrics import half_width
 from eval.report import main as report
 from rivet.config import ConfigError, load_config
 from rivet.grading import Grade, Grader, Request
@@ -23,7 +24,7 @@ from stages.latent.evaluate import ENTROPIES, correlations
 from stages.latent.listener import Listener
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.specialists import SPECIALISTS, word_tokenizer
-from stages.latent.study import LatentStudyConfig, gates, half_width, mean_rows, run, summary, table
+from stages.latent.study import LatentStudyConfig, gates, mean_rows, run, summary, table
 
 PROBLEMS = [
     Problem(f"{family}/{n}", f"{family} {n}?", str(n), meta={"family": family})
