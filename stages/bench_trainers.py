@@ -47,6 +47,7 @@ class Sizes:
         dtype: Of the weights; on a GPU `bfloat16` computes in it too, by autocast as the stages do.
         lora_r: Rank of an adapter; 0 trains everything.
         checkpointing: 1 recomputes activations.
+        parts: Parts that Stage I and GRPO accumulate a step's gradient over.
     """
 
     shape: str = ""
@@ -63,6 +64,7 @@ class Sizes:
     dtype: str = "float32"
     lora_r: int = 0
     checkpointing: int = 0
+    parts: int = 1
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -128,6 +130,13 @@ class Sizes:
             length=length,
         )
         return memory(shape_of_config(self.shape, self._config()), step).peak
+
+    def accumulated(self) -> dict[str, int]:
+        """The trainers' settings that split a step into parts."""
+        return {
+            "per_device_train_batch_size": self.rows // self.parts,
+            "gradient_accumulation_steps": self.parts,
+        }
 
     def adapter(self) -> LoraConfig | None:
         """As a stage makes it."""
@@ -310,7 +319,7 @@ def stage1(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) -> 
             lora_alpha=2 * max(sizes.lora_r, 1),
             expert_loss="paper",  # every token of the completion is trained, as TRL does
             max_completion_length=sizes.longest,
-            **_arguments(sizes, folder),
+            **_arguments(sizes, folder, **sizes.accumulated()),
         ),
         problems=[Problem(f"p{n}", f"{n}", "1") for n in range(per_step * sizes.steps)],
         rollouts=StepRollouts(Given(), TrajectoryStore(folder / "trajectories")),
@@ -345,7 +354,7 @@ def trl_grpo(sizes: Sizes, folder: Path, callbacks: Sequence[TrainerCallback]) -
             num_generations=sizes.group,
             max_completion_length=sizes.longest,
             shuffle_dataset=False,
-            **_arguments(sizes, folder),
+            **_arguments(sizes, folder, **sizes.accumulated()),
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer().hf,

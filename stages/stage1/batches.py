@@ -116,15 +116,43 @@ def without_idle_rows(
     most = int(is_trained.sum()) if most is None else most
     rows = max(math.ceil(most / num_parts), 1) * num_parts
     # A stable sort keeps the order of the rows that stay.
-    keep = torch.argsort(~is_trained, stable=True)[:rows]
-    width = int(batch["completion_mask"][keep].sum(1).max())
-    prompt_width = int(batch["prompt_mask"][keep].sum(1).max())
+    return _rows_of(batch, torch.argsort(~is_trained, stable=True)[:rows])
+
+
+def parts_of_like_length(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of one optimizer step with their rows sorted, the longest first, and trimmed.
+
+    A step's gradient is the sum over its rows, in whatever part each is; but a part costs as much
+    as its longest row. The longest come first, so that a step too large for the memory fails at
+    once.
+
+    Args:
+        parts: As the trainer splits a batch: equally many rows each.
+    """
+    count = len(parts)
+    together = {
+        name: torch.cat([part[name] for part in parts]) if _is_table(value) else value
+        for name, value in parts[0].items()
+    }
+    longest_first = together["completion_mask"].sum(1).argsort(descending=True, stable=True)
+    return [_rows_of(together, rows) for rows in longest_first.chunk(count)]
+
+
+def _rows_of(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Some rows of a batch, without the padding that only others need."""
+    width = int(batch["completion_mask"][rows].sum(1).max())
+    prompt_width = int(batch["prompt_mask"][rows].sum(1).max())
     result: dict[str, Any] = {}
     for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not _is_table(value):
             result[name] = value
         elif name in ("prompt_ids", "prompt_mask"):
-            result[name] = value[keep][:, value.size(1) - prompt_width :]
+            result[name] = value[rows][:, value.size(1) - prompt_width :]
         else:
-            result[name] = value[keep][:, :width]
+            result[name] = value[rows][:, :width]
     return result
+
+
+def _is_table(value: Any) -> bool:
+    """True of what has a row for each trajectory."""
+    return isinstance(value, Tensor) and value.dim() > 0

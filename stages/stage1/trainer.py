@@ -13,7 +13,8 @@ Written against TRL 1.16.0. What is overridden, each pinned by a contract test:
   in GSPO-token (Sec. 4.3, arXiv:2507.18071), so that a token's gradient has its own weight;
 - `_get_per_token_logps_and_entropies` hands TRL's loss the scores of the forward pass that
   `_compute_loss` has just made, so there is one forward pass a step;
-- rows that train nothing are left out of the passes;
+- rows that train nothing are left out of the passes, and rows of like length share a part of the
+  step (`_prepare_inputs`), which is padded to the longest of its own;
 - the sampler keeps our order of problems (`shuffle_dataset` is ours, not TRL's).
 
 Shapes: B = prompts, G = generations per prompt, T = completion tokens.
@@ -38,7 +39,13 @@ from data.problems import Problem
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
 from stages.fused_head import score_trained_only
-from stages.stage1.batches import is_void, problem_order, roles_of, without_idle_rows
+from stages.stage1.batches import (
+    is_void,
+    parts_of_like_length,
+    problem_order,
+    roles_of,
+    without_idle_rows,
+)
 from stages.stage1.config import Stage1Config
 from stages.stage1.fates import fate_metrics, fate_of
 from stages.stage1.health import BatchHealth, FaultWatch, fault_of, rollout_metrics
@@ -217,6 +224,15 @@ class Stage1Trainer(GRPOTrainer):
         )
         most = int(self.accelerator.gather(is_trained.sum()).max())
         return without_idle_rows(output, is_trained, self._num_parts, most)
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before:
+            return inputs
+        # A new step: TRL has sampled, shuffled and split it.
+        self._buffered_inputs = parts_of_like_length(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self._num_parts]
 
     def _log_rollouts(
         self,

@@ -33,6 +33,7 @@ from stages.stage1 import trainer as trainer_module
 from stages.stage1.batches import (
     choices,
     is_void,
+    parts_of_like_length,
     problem_order,
     roles_of,
     without_idle_rows,
@@ -190,6 +191,53 @@ def test_leaving_idle_rows_out_keeps_order_and_trims_padding() -> None:
     # Three trained rows and two parts: one idle row fills the second part.
     three = torch.tensor([False, True, True, True])
     assert without_idle_rows(batch, three, 2)["completion_ids"][:, 0].tolist() == [3, 4, 5, 1]
+
+
+def test_parts_hold_rows_of_like_length_and_no_padding_of_others() -> None:
+    lengths = [2, 5, 1, 4]
+    ids = torch.tensor([[n] * length + [0] * (5 - length) for n, length in enumerate(lengths)])
+    prompts = torch.tensor([[0, 7], [7, 7], [0, 7], [0, 7]])
+    batch = {
+        "prompt_ids": prompts,
+        "prompt_mask": (prompts > 0).long(),
+        "completion_ids": ids,
+        "completion_mask": torch.arange(5) < torch.tensor(lengths).unsqueeze(1),
+        "num_items_in_batch": torch.tensor(12.0),
+        "ref_per_token_logps": None,
+    }
+    split_in_order = [
+        {k: v[n : n + 2] if k.endswith(("ids", "mask")) else v for k, v in batch.items()}
+        for n in (0, 2)
+    ]
+    long, short = parts_of_like_length(split_in_order)
+    assert long["completion_ids"].tolist() == [[1] * 5, [3] * 4 + [0]]
+    assert short["completion_ids"].tolist() == [[0, 0], [2, 0]]
+    assert [part["prompt_ids"].tolist() for part in (long, short)] == [[[7, 7], [0, 7]], [[7], [7]]]
+    assert long["num_items_in_batch"] == 12 and long["ref_per_token_logps"] is None
+
+
+def test_the_trainer_pads_each_part_to_its_own_longest_row(tmp_path: Path) -> None:
+    def growing(asked: Asked) -> Trajectory:
+        t = scripted(asked, reward=MIXED[asked.sample_index])
+        again = t.segments[0]
+        return replace(t, segments=(*t.segments, *([again] * asked.sample_index)))
+
+    trainer = build_trainer(
+        tmp_path, source=ScriptedSource(growing), max_steps=2, save_strategy="no"
+    )
+    masks: list[torch.Tensor] = []
+    original = trainer._forward
+
+    def spying(model: Any, inputs: dict[str, Any]) -> Any:
+        masks.append(inputs["completion_mask"])
+        return original(model, inputs)
+
+    trainer._forward = spying  # type: ignore[method-assign]
+    trainer.train()
+    longest = [int(mask.sum(1).max()) for mask in masks]
+    assert longest == [mask.size(1) for mask in masks]
+    for first, second in (masks[:2], masks[2:]):
+        assert first.sum(1).min() >= second.sum(1).max()
 
 
 def test_an_empty_completion_is_survived_and_not_trained(tmp_path: Path) -> None:
