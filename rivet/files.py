@@ -1,7 +1,8 @@
 """Writing files whole or not at all: a temporary name beside the target, fsync, rename.
 
 Temporary names are `.NAME.tmp-PID`, so that leftovers of a killed process are recognised. A full
-disk becomes `DiskFullError`; what was there before is still there then.
+disk becomes `DiskFullError`; what was there before is still there then. What was cut short all the
+same (by a library that writes in place, a copy, a broken disk) is found by `broken_file`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 _TEMPORARY = re.compile(r"\..+\.(?:tmp|old)-\d+")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PICKLE = b"\x80"  # begins what torch writes without an archive; its end says nothing
 
 
 class DiskFullError(OSError):
@@ -112,6 +115,46 @@ def temporary_beside(path: Path) -> Path:
 def is_leftover(path: Path) -> bool:
     """Whether a name is one that `atomic_*` uses while writing."""
     return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def broken_file(folder: str | Path) -> Path | None:
+    """The first file below a folder that is cut short; None if all are whole."""
+    files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return next((path for path in files if not is_whole(path)), None)
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a file is there and ends where its format says.
+
+    Takes no longer for a large file: of weights, tables and archives only the ends are read. What
+    is wrong within, and formats other than those below, are not looked at.
+    """
+    try:
+        match file.suffix:
+            case ".json":
+                json.loads(file.read_text(encoding="utf-8"))
+            case ".pt" | ".pth" | ".bin":  # torch writes a zip archive, its directory last
+                return zipfile.is_zipfile(file) or _first_byte(file) == _PICKLE
+            case ".safetensors":
+                from safetensors import SafetensorError, safe_open
+
+                try:
+                    with safe_open(file, framework="numpy"):  # compares its size with its header
+                        pass
+                except SafetensorError:
+                    return False
+            case ".parquet":
+                from pyarrow import parquet
+
+                parquet.read_metadata(file)  # which comes last
+    except (OSError, ValueError):
+        return False
+    return file.is_file()
+
+
+def _first_byte(file: Path) -> bytes:
+    with open(file, "rb") as handle:
+        return handle.read(1)
 
 
 def remove(path: Path) -> None:

@@ -5,7 +5,9 @@
     run/adapter                the same as a LoRA adapter, where one was trained
 
 A trainer's checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole;
-one that a kill cut short is passed over. The result has an adapter merged into it, except where
+what a kill cut short is removed. One with another file that is cut short (a bad copy, a lost disk
+cache) is passed over and kept as `damaged-checkpoint-N`, so that step N can be saved again. The
+result has an adapter merged into it, except where
 the weights are spread over processes (FSDP, ZeRO-3): there it is the adapter, which everything
 that loads a checkpoint merges.
 """
@@ -21,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from rivet.checkpoints import check_weights, is_adapter, load_model, merge_adapter
-from rivet.files import atomic_folder, remove
+from rivet.files import atomic_folder, broken_file, remove
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
@@ -95,7 +97,7 @@ class WorldSizeError(RuntimeError):
 def resume_point(run: RunDir, world_size: int) -> str | None:
     """Where training goes on, the same for every process; None at its beginning.
 
-    The writer removes what a kill left half-written and the metrics of steps that will be done
+    The writer clears away checkpoints that are not whole and the metrics of steps that will be done
     again. Every process calls this, after `RunDir.open` and before it reads from the folder.
 
     Args:
@@ -129,15 +131,27 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
 
     Args:
         folder: The trainer's output folder.
-        clean: Remove what a kill left half-written.
+        clean: Remove what a kill left half-written and put aside what is damaged.
     """
     found: list[tuple[int, str]] = []
-    for path in folder.glob("checkpoint-*"):
-        if state := state_of(path):
+    for path in sorted(folder.glob("checkpoint-*")):
+        state = state_of(path)
+        broken = broken_file(path) if state else None
+        if state and not broken:
             found.append((state["global_step"], str(path)))
-        elif clean:
+        elif clean and not state:
             logger.warning("%s: not whole, left by an interrupted save; removed", path)
             remove(path)
+        elif clean:
+            kept = path.with_name(f"damaged-{path.name}")
+            logger.warning(
+                "%s: cut short; its checkpoint is passed over and kept as %s (remove it if you "
+                "like): training goes on from an earlier checkpoint or from the start",
+                broken,
+                kept,
+            )
+            remove(kept)
+            path.rename(kept)
     return max(found)[1] if found else None
 
 
@@ -147,5 +161,5 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    is_whole = isinstance(state, dict) and checkpoint.name == f"checkpoint-{state['global_step']}"
-    return state if is_whole else {}
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return state if checkpoint.name == f"checkpoint-{step}" else {}

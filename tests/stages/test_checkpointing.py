@@ -1,14 +1,18 @@
-"""Loading what training starts from."""
+"""Loading what training starts from, and finding where it goes on."""
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import TrainingArguments
 
 from rivet.checkpoints import CheckpointError
-from stages.checkpointing import load_controller
+from stages.checkpointing import last_checkpoint, load_controller
 
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
@@ -18,3 +22,60 @@ def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(CheckpointError, match="model.safetensors: broken weights"):
         load_controller(str(tmp_path), args)
+
+
+def trainer_checkpoint(folder: Path, step: int) -> Path:
+    """A checkpoint as the trainer lays it out; DeepSpeed's shards lie in a folder below."""
+    path = folder / f"checkpoint-{step}"
+    (path / f"global_step{step}").mkdir(parents=True)
+    for name in (
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "training_args.bin",
+        f"global_step{step}/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ):
+        torch.save({"state": torch.arange(9)}, path / name)
+    torch.save([1], path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    save_file({"weight": torch.ones(3, 3)}, path / "adapter_model.safetensors")
+    save_file({"weight": torch.ones(3, 3)}, path / "model-00001-of-00001.safetensors")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (path / "latest").write_text(f"global_step{step}")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "training_args.bin",
+        "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "adapter_model.safetensors",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_checkpoint_with_a_file_cut_short_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, is_empty: bool
+) -> None:
+    whole, cut = trainer_checkpoint(tmp_path, 2), trainer_checkpoint(tmp_path, 4)
+    assert last_checkpoint(tmp_path) == str(cut)
+    content = (cut / name).read_bytes()
+    (cut / name).write_bytes(b"" if is_empty else content[:-1])
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(tmp_path, clean=True) == str(whole)
+    assert f"{cut / name}: cut short" in caplog.text
+    assert not cut.exists()
+    assert (tmp_path / "damaged-checkpoint-4" / "optimizer.pt").exists()
+    assert last_checkpoint(tmp_path, clean=True) == str(whole)
+
+
+@pytest.mark.parametrize("state", ["", "{}", "[]", '{"global_step": 3}'])
+def test_a_checkpoint_without_the_state_of_its_step_is_removed(tmp_path: Path, state: str) -> None:
+    (trainer_checkpoint(tmp_path, 4) / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path, clean=True) is None
+    assert not any(tmp_path.iterdir())
