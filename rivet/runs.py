@@ -29,6 +29,7 @@ from rivet.files import (
     atomic_write_json,
     atomic_write_text,
     explain_full_disk,
+    is_disk_full,
     is_leftover,
     recover_folder,
     remove,
@@ -103,17 +104,18 @@ class RunDir:
         Raises:
             RunFinishedError: The run is complete and `overwrite` is False.
             RunDirError: The folder is another stage's, of another format version, has other
-                settings, is in use, or is no run folder.
+                settings, is in use, cannot be written, has a broken `config.json`, or is no run
+                folder.
         """
         path = Path(path)
         settings = to_plain(config)
         run = cls(path, is_resumed=False, is_writer=_rank() == 0)
         if not run.is_writer:
             return run
-        _check_is_ours(path)
         with explain_full_disk(path):
-            path.mkdir(parents=True, exist_ok=True)
             try:
+                _check_is_ours(path)
+                path.mkdir(parents=True, exist_ok=True)
                 run._lock = FolderLock(path / _LOCK_FILE)
                 run._start(
                     settings, stage, overwrite, resume, _MAY_CHANGE | set(may_change), reopen
@@ -123,6 +125,11 @@ class RunDir:
                 run.close()
                 if isinstance(error, LockedError):
                     raise RunDirError(str(error)) from error
+                if isinstance(error, OSError) and not is_disk_full(error):
+                    raise RunDirError(
+                        f"{path}: cannot be written ({error}); expected a folder that this user "
+                        "may make and fill: choose another, or change its permissions"
+                    ) from error
                 raise
         return run
 
@@ -131,7 +138,8 @@ class RunDir:
         """Look at a run without writing to it.
 
         Raises:
-            RunDirError: It is no run folder, or not of this stage or format version.
+            RunDirError: It is no run folder, not of this stage or format version, or cannot be
+                read.
         """
         path = Path(path)
         manifest = _read_manifest(path)
@@ -192,14 +200,15 @@ class RunDir:
         """What `finish` was given.
 
         Raises:
-            RunDirError: The run is not finished.
+            RunDirError: The run is not finished, or `finished.json` is broken.
         """
         if not self.is_finished:
             raise RunDirError(
                 f"{self.path}: this run is not finished; run its command again to resume it: "
                 f"{self.manifest['command']}"
             )
-        return json.loads((self.path / FINISHED_FILE).read_text(encoding="utf-8"))["results"]
+        advice = f"remove it and run this run's command again: {self.manifest['command']}"
+        return _read_json(self.path / FINISHED_FILE, advice)["results"]
 
     def finish(self, results: Mapping[str, Any] | None = None) -> None:
         """Mark the run complete. Call it after everything else is on disk."""
@@ -218,7 +227,11 @@ class RunDir:
             append_line(self.path / name, json.dumps(to_plain(metrics), ensure_ascii=False))
 
     def metrics(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """All lines so far; a torn last line, left by a kill, is not one."""
+        """All lines so far; a torn last line, left by a kill, is not one.
+
+        Raises:
+            RunDirError: Another line is broken.
+        """
         return _read_lines(self.path / name)
 
     def trim_metrics(self, last_step: int, name: str = "metrics.jsonl") -> None:
@@ -341,7 +354,20 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_read_line(line, f"{path}:{n}") for n, line in enumerate(whole.splitlines(), 1)]
+
+
+def _read_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RunDirError(
+            f"{where}: broken ({line[:40]!r}); expected a JSON object on each line: remove this "
+            "line (all that is lost is what it says of its step) and run the same command again"
+        )
+    return value
 
 
 def _check_is_ours(path: Path) -> None:
@@ -359,13 +385,36 @@ def _check_is_ours(path: Path) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """Content of config.json, None if there is none of ours (checkpoints have one as well)."""
+    """Content of config.json, None if there is none of ours (checkpoints have one as well).
+
+    Raises:
+        RunDirError: It is broken or cannot be read.
+    """
+    advice = (
+        "it says what the folder holds: put a copy of it back, choose another folder, or remove "
+        "this one if you need nothing in it"
+    )
     try:
-        manifest = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        manifest = _read_json(path / CONFIG_FILE, advice)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     is_ours = isinstance(manifest, dict) and {"run_format", "stage", "config"} <= set(manifest)
     return manifest if is_ours else None
+
+
+def _read_json(file: Path, advice: str) -> Any:
+    """Content of a file.
+
+    Raises:
+        RunDirError: It cannot be read; says what to do.
+        FileNotFoundError, NotADirectoryError: It is not there.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"{file}: cannot be read ({error}); {advice}") from error
 
 
 def _check_version(path: Path, manifest: dict[str, Any]) -> None:

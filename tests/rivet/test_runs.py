@@ -114,6 +114,40 @@ def test_a_folder_that_is_no_run_is_left_untouched(tmp_path: Path) -> None:
         RunDir.load(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"run_format": 1, "sta', b"\xff"])
+def test_a_broken_config_of_a_run_is_named_and_nothing_is_touched(
+    tmp_path: Path, content: bytes
+) -> None:
+    begin(tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+    for overwrite in (False, True):
+        with pytest.raises(RunDirError, match=r"config\.json: cannot be read .* put a copy of it"):
+            begin(tmp_path, overwrite=overwrite)
+    with pytest.raises(RunDirError, match=r"config\.json: cannot be read"):
+        RunDir.load(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == content
+
+
+def test_broken_results_are_named_and_the_same_command_makes_them_again(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path, Config(), stage="stage1") as run:
+        run.finish({"accuracy": 0.5})
+    (tmp_path / "finished.json").write_text('{"results": {')
+    with pytest.raises(RunDirError, match=r"finished\.json: cannot be read .*remove it and run"):
+        _ = RunDir.load(tmp_path).results
+    (tmp_path / "finished.json").unlink()
+    assert begin(tmp_path).is_resumed
+
+
+def test_a_folder_that_cannot_be_made_or_filled_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    for path in (tmp_path / "file" / "run", Path("/proc/nope/run"), tmp_path / "run"):
+        refusal = f"{path}: cannot be written .*choose another"
+        with pytest.raises(RunDirError, match=refusal) as told:
+            begin(path)
+        assert "\n" not in str(told.value)
+
+
 def test_resume_false_refuses_an_unfinished_run(tmp_path: Path) -> None:
     begin(tmp_path)
     with pytest.raises(RunDirError, match="unfinished run"):
@@ -213,6 +247,17 @@ def test_metrics_are_cut_back_to_the_resumed_step_and_a_torn_line_goes(tmp_path:
         assert [m.get("step") for m in run.metrics()] == [None, 1, 2, 3, 4]
         run.trim_metrics(2)
         assert [m.get("step") for m in run.metrics()] == [None, 1, 2]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', "7", ""])
+def test_a_torn_line_between_whole_ones_is_named_by_number(tmp_path: Path, torn: str) -> None:
+    with RunDir.open(tmp_path, Config(), stage="stage1") as run:
+        text = f'{{"step": 1}}\n{torn}\n{{"step": 3}}\n'
+        (tmp_path / "metrics.jsonl").write_text(text)
+        for read in (run.metrics, lambda: run.trim_metrics(1)):
+            with pytest.raises(RunDirError, match=r"metrics\.jsonl:2: broken .*remove this line"):
+                read()
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
 def test_the_log_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
