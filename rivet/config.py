@@ -123,7 +123,7 @@ def parse_config(
     return Parsed(config, recipe, given, tuple(argv))
 
 
-def load_config(cls: type[C], recipe: str | Path | None = None, **overrides: Any) -> C:
+def load_config(cls: type[C], recipe: str | Path | None = None, /, **overrides: Any) -> C:
     """Build a configuration from a recipe and keyword overrides, checked like a command line.
 
     Raises:
@@ -230,14 +230,12 @@ def _read_recipe(path: Path) -> list[_Setting]:
         if not isinstance(root, yaml.MappingNode):
             kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
             raise ConfigError([f"{path}:1: expected `name: value` lines, got a {kind}"])
-        seen: dict[str, int] = {}
+        if repeated := _repeated_keys(root):
+            raise ConfigError([f"{path}:{fault}" for fault in repeated])
         settings = []
         for key_node, value_node in root.value:
             line = key_node.start_mark.line + 1
             key = str(loader.construct_object(key_node))
-            if key in seen:
-                raise ConfigError([f"{path}:{line}: {key}: set already in line {seen[key]}"])
-            seen[key] = line
             readings = [loader.construct_object(value_node, deep=True)]
             if isinstance(readings[0], bool) and value_node.value.lower() not in ("true", "false"):
                 readings.append(value_node.value)  # a choice named `on`, `off`, `yes` or `no`
@@ -252,6 +250,29 @@ def _read_recipe(path: Path) -> list[_Setting]:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _repeated_keys(root: yaml.Node) -> list[str]:
+    """Keys that a mapping has twice, at any depth; YAML would take the last without a word."""
+    faults: list[str] = []
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                name = str(key.value)
+                if name in lines:
+                    faults.append(f"{line}: {name}: set already in line {lines[name]}")
+                lines.setdefault(name, line)
+                nodes.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return faults
 
 
 def _resolve(
@@ -308,6 +329,8 @@ def _complaint(setting: _Setting, hint: Any) -> str:
         near = _nearest(got, expected.split(" | "))
     elif not isinstance(got, list | dict) and fits("text", hint):
         near = "; put it in quotes"
+    if isinstance(got, dict) and not all(isinstance(key, str) for key in got):
+        near = "; put its keys in quotes, YAML reads one of them as something else than text"
     kind = "" if got is None or isinstance(got, bool) else f" ({describe(type(got))})"
     return f"got {shown(got)}{kind}, expected {expected}{near}"
 

@@ -66,4 +66,21 @@ def interruptible() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Take SIGTERM in the body as Ctrl-C is taken. Outside the main thread it changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

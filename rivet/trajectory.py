@@ -24,6 +24,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 
+def check_modes(name: str, modes: Sequence[str]) -> None:
+    """Check a setting that lists conditions.
+
+    Raises:
+        ValueError: There are none, one comes twice, or one is unknown.
+    """
+    if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(MODES):
+        raise ValueError(f"{name} is {list(modes)}; expected different ones of {', '.join(MODES)}")
+
+
 def as_float32(value: float) -> float:
     """Round to the nearest float32, so that a stored log-probability reads back unchanged."""
     return struct.unpack("f", struct.pack("f", value))[0]

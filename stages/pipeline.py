@@ -75,7 +75,17 @@ class PipelineConfig:
         return RECIPES / f"{phase}_{self.size}.yaml"
 
 
-PHASES = ("warmstart", "stage1", "collect", "solutions", "stage2", "eval")
+# Each phase, and the settings by which a pipeline joins it to the others.
+PHASES = {
+    "warmstart": (),
+    "stage1": ("model", "experts"),
+    "collect": ("model", "experts"),
+    "solutions": ("model", "experts"),
+    "stage2": ("model", "trajectories"),
+    "eval": ("model", "experts", "label", "conditions"),
+}
+_COLLECTS = ("collect", "solutions")
+_OF_EVERY_PHASE = ("output_dir", "overwrite")
 
 
 def check_overrides(config: PipelineConfig) -> None:
@@ -100,9 +110,15 @@ def check_overrides(config: PipelineConfig) -> None:
         EvalConfig,
     )
     faults: list[str] = []
-    for phase, config_class in zip(PHASES, classes, strict=True):
+    for (phase, wired), config_class in zip(PHASES.items(), classes, strict=True):
+        settings = getattr(config, phase)
+        faults += [
+            f"{phase}: {name}: set by what runs the phases; expected other settings here"
+            for name in (*_OF_EVERY_PHASE, *wired)
+            if name in settings
+        ]
         try:
-            load_config(config_class, config.recipe(phase), **getattr(config, phase))
+            load_config(config_class, config.recipe(phase), **settings)
         except ConfigError as error:
             faults += [f"{phase}: {fault}" for fault in error.faults]
     if faults:
@@ -239,8 +255,7 @@ class Pipeline:
                 logger.info("%s is finished; reading it", output)
             finally:
                 give_memory_back()
-        finished = RunDir.load(output)
-        return finished.checkpoint if finished.checkpoint.is_dir() else output / "trajectories"
+        return output / "trajectories" if phase in _COLLECTS else RunDir.load(output).checkpoint
 
 
 @dataclass(slots=True)
@@ -257,8 +272,16 @@ class Phases:
 
     @classmethod
     def load(cls, path: Path) -> Phases:
-        """Continue the record of an interrupted run."""
-        return cls(path, json.loads(path.read_text()) if path.is_file() else {})
+        """Continue the record of an interrupted run; one that is broken is begun anew."""
+        if not path.is_file():
+            return cls(path)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            seconds = {name: [float(wall), float(cpu)] for name, (wall, cpu) in found.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            logger.warning("%s: broken (%s); times count from now on", path, error)
+            return cls(path)
+        return cls(path, seconds)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

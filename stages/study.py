@@ -17,129 +17,34 @@ that fails is named in the results and takes none of the others with it.
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.study_report import write_study_report
 from eval.study_table import table
-from rivet.config import ConfigError, parse_config
+from rivet.config import parse_config
 from rivet.files import atomic_write_json
+from rivet.interrupt import terminable
 from rivet.runs import RunDir
-from rivet.trajectory import Mode
-from stages.pipeline import (
-    CONDITIONS,
-    Pipeline,
-    PipelineConfig,
-    check_overrides,
-    write_experts_file,
-)
+from stages.pipeline import Pipeline, PipelineConfig, write_experts_file
+from stages.study_config import StudyConfig, check_arms, check_starts, check_unchanged
 
 logger = logging.getLogger(__name__)
 
 NO_STAGE1 = "none"
+RESULTS = "results.json"
 # What may differ when a study goes on: each phase checks its own settings against what is there.
 _MAY_GROW = ("jobs", "seeds", "arms", "variants")
-_ARM_KEYS = ("start", "stage1", "collect", "solutions", "trajectories", "stage2")
-
-
-@dataclass
-class StudyConfig(PipelineConfig):
-    """Settings of a study."""
-
-    output_dir: str = field(default="runs/study", metadata={"help": "The run folder."})
-    overwrite: bool = field(default=False, metadata={"help": "Start again from nothing."})
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "One or more."})
-    arms: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Name of each arm: {stage1: settings, collect: settings, stage2: [variants]}; "
-            "without stage1 the arm goes from its start to collection. With `solutions: settings` "
-            "Stage II learns the experts' own solutions instead of what is collected. With "
-            "`start: path` the arm starts from there, with `trajectories: path` Stage II learns "
-            "those; `{seed}` in a path stands for the seed."
-        },
-    )
-    start: str = field(
-        default="",
-        metadata={
-            "help": "Checkpoint that arms start from, `{seed}` standing for the seed: "
-            "runs/study/seed-{seed}/warm/checkpoint. Empty: a warm start of this study's own."
-        },
-    )
-    variants: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "Name of each Stage II variant: its settings."}
-    )
-    conditions: list[Mode] = field(
-        default_factory=lambda: list(CONDITIONS),
-        metadata={"help": "Conditions that checkpoints are evaluated under."},
-    )
-    stage2_conditions: list[Mode] | None = field(
-        default=None, metadata={"help": "The same for the checkpoints of Stage II; null: as all."}
-    )
-    jobs: int = field(
-        default_factory=lambda: os.cpu_count() or 1,
-        metadata={"help": "Processes at a time, one thread each, at least 1."},
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.seeds or self.jobs < 1:
-            raise ValueError("seeds and jobs: expected at least one seed and one job")
-        if not self.arms:
-            raise ValueError("arms is empty; expected at least one, as in study_mini.yaml")
-        for name, arm in self.arms.items():
-            unknown = set(arm) - set(_ARM_KEYS)
-            unknown |= set(arm.get("stage2", [])) - set(self.variants)
-            if unknown:
-                raise ValueError(
-                    f"arms: {name}: unknown {', '.join(sorted(unknown))}; expected "
-                    f"{', '.join(_ARM_KEYS)}, and variants among "
-                    f"{', '.join(self.variants) or 'none'}"
-                )
-        for seed in self.seeds:
-            self.starts(seed)
-            self.trajectories(seed)
-
-    def starts(self, seed: int) -> dict[str, Path | None]:
-        """Where each arm of a seed starts; None is the study's own warm start.
-
-        Raises:
-            ValueError: A path has something else than `{seed}` in braces.
-        """
-        paths = {name: arm.get("start", self.start) for name, arm in self.arms.items()}
-        return {
-            name: _of_seed(path, seed, f"arms: {name}: start") if path else None
-            for name, path in paths.items()
-        }
-
-    def trajectories(self, seed: int) -> dict[str, Path]:
-        """What each arm that collects nothing itself has Stage II learn, for a seed.
-
-        Raises:
-            ValueError: A path has something else than `{seed}` in braces.
-        """
-        return {
-            name: _of_seed(arm["trajectories"], seed, f"arms: {name}: trajectories")
-            for name, arm in self.arms.items()
-            if "trajectories" in arm
-        }
-
-
-def _of_seed(path: str, seed: int, where: str) -> Path:
-    try:
-        return Path(path.format(seed=seed))
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"{where} is {path!r}; expected a path in which {{seed}} stands for the seed"
-        ) from error
 
 
 def run(config: StudyConfig) -> dict[str, Any]:
@@ -157,6 +62,8 @@ def run(config: StudyConfig) -> dict[str, Any]:
     check_arms(config)
     check_starts(config)
     folder = Path(config.output_dir)
+    if not config.overwrite:
+        check_unchanged(config)
     # Reading what is finished takes seconds, and there may be more to do than there was.
     with RunDir.open(
         folder,
@@ -166,99 +73,99 @@ def run(config: StudyConfig) -> dict[str, Any]:
         may_change=_MAY_GROW,
         reopen=True,
     ) as run_dir:
-        with start_miniworld_experts() as configs:
+        with start_miniworld_experts() as configs, terminable():
             experts = write_experts_file(folder / "experts.yaml", configs)
             results = _run_units(config, folder, experts)
-        atomic_write_json(folder / "results.json", results)
+        atomic_write_json(folder / RESULTS, results)
         write_study_report(folder)
         if not results["failures"]:
             run_dir.finish({"rows": len(results["rows"])})
     return results
 
 
-def check_arms(config: StudyConfig) -> None:
-    """Check the settings of every phase, arm and variant before the first one starts.
-
-    Raises:
-        rivet.config.ConfigError: Any of them is wrong; all faults at once, each with its arm.
-    """
-    check_overrides(config)  # alone first: every arm would repeat what is wrong with the phases
-    layers = [
-        (f"arms: {name}", {p: arm[p] for p in ("stage1", "collect", "solutions") if p in arm})
-        for name, arm in config.arms.items()
-    ]
-    layers += [(f"variants: {name}", {"stage2": own}) for name, own in config.variants.items()]
-    faults: list[str] = []
-    for where, own in layers:
-        merged = {phase: getattr(config, phase) | settings for phase, settings in own.items()}
-        try:
-            check_overrides(dataclasses.replace(config, **merged))
-        except ConfigError as error:
-            faults += [f"{where}: {fault}" for fault in error.faults]
-    if faults:
-        raise ConfigError(faults)
-
-
-def check_starts(config: StudyConfig) -> None:
-    """Check that the checkpoints and trajectories that arms take from elsewhere are there.
-
-    Raises:
-        rivet.config.ConfigError: Some are not.
-    """
-    faults: set[str] = set()
-    for seed in config.seeds:
-        for what, paths in (
-            ("start", config.starts(seed).values()),
-            ("trajectories", config.trajectories(seed).values()),
-        ):
-            faults |= {
-                f"{what}: {path}: no such folder; expected one of a run that has ended (rivet "
-                "study)"
-                for path in paths
-                if path is not None and not path.is_dir()
-            }
-    if faults:
-        raise ConfigError(sorted(faults))
-
-
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
     """Run what is ready, `jobs` at a time, one seed after the other as far as possible."""
-    rows: list[dict[str, Any]] = []
-    phases: list[dict[str, Any]] = []
+    done = _done_before(folder / RESULTS)
     failures: list[dict[str, Any]] = []
     todo, warm = _units(config), set[int]()
-    running: dict[Future[dict[str, Any]], tuple[int, str]] = {}
-    with ProcessPoolExecutor(
-        config.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
-    ) as pool:
+    total = len(todo)
+    running: dict[Future[dict[str, Any]], tuple[_Unit, ProcessPoolExecutor]] = {}
+    with ExitStack() as pools, _ended_at_ctrl_c():
         while todo or running:
-            # Handed out one by one: a queue of the pool would run all warm starts first.
+            # Handed out one by one, or all warm starts would run before the first arm.
             ready = [u for u in todo if not u.needs_warm or u.seed in warm]
             for unit in ready[: config.jobs - len(running)]:
                 todo.remove(unit)
+                # A process each: one that is killed breaks its pool, and with it all that is in it.
+                pool = ProcessPoolExecutor(
+                    1, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
+                )
+                pools.enter_context(pool)
                 future = pool.submit(run_unit, config, folder, experts, unit.seed, unit.arm)
-                running[future] = (unit.seed, unit.arm)
+                running[future] = unit, pool
+                begun = total - len(todo)
+                logger.info("seed %d, %s: begins (%d of %d)", unit.seed, unit.called, begun, total)
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                seed, arm = running.pop(future)
-                error = future.exception()
-                if error is not None:
-                    logger.error("seed %d, %s failed: %s", seed, arm or "warm start", error)
-                    failures.append({"seed": seed, "arm": arm or "warm", "error": str(error)})
+                unit, pool = running.pop(future)
+                pool.shutdown()
+                seed, arm, error = unit.seed, unit.arm, future.exception()
+                if error is None:
+                    logger.info("seed %d, %s: done", seed, unit.called)
+                    done[seed, arm] = future.result()
+                    warm |= set() if arm else {seed}
+                else:
+                    why = _KILLED if isinstance(error, BrokenProcessPool) else str(error)
+                    why = why or type(error).__name__
+                    logger.error("seed %d, %s failed: %s", seed, unit.called, why)
+                    failures.append({"seed": seed, "arm": arm or "warm", "error": why})
+                    done.pop((seed, arm), None)
                     if not arm:
                         todo = [u for u in todo if u.seed != seed or not u.needs_warm]
-                    continue
-                unit_results = future.result()
-                rows += unit_results["rows"]
-                phases += unit_results["phases"]
-                logger.info("seed %d, %s is done", seed, arm or "warm start")
-                if not arm:
-                    warm.add(seed)
-                atomic_write_json(
-                    folder / "results.json", {"rows": rows, "failures": failures, "phases": phases}
-                )
-    order = ["", *config.arms]
-    rows.sort(key=lambda row: (row["seed"], order.index(row["arm"])))
-    return {"rows": rows, "failures": failures, "phases": phases}
+                atomic_write_json(folder / RESULTS, _results(config, done, failures))
+    return _results(config, done, failures)
+
+
+_KILLED = (
+    "its process was ended from outside, as a system does that is short of memory; run the study "
+    "again, which goes on there, with fewer jobs if that was it"
+)
+
+
+def _done_before(path: Path) -> dict[tuple[int, str], dict[str, list[Any]]]:
+    """Rows and phases in the results of an earlier run of this study, by seed and arm.
+
+    An arm or a seed that is not named this time keeps its rows.
+    """
+    done: dict[tuple[int, str], dict[str, list[Any]]] = {}
+    if not path.is_file():
+        return done
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for kind in ("rows", "phases"):
+            for item in found[kind]:
+                unit = done.setdefault((item["seed"], item["arm"]), {"rows": [], "phases": []})
+                unit[kind].append(item)
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning(
+            "%s: broken (%s); made again from the seeds and arms that are named now", path, error
+        )
+        return {}
+    return done
+
+
+def _results(
+    config: StudyConfig,
+    done: Mapping[tuple[int, str], dict[str, list[Any]]],
+    failures: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The content of `results.json`: seed by seed, arms in their order, others behind them."""
+    order = {arm: n for n, arm in enumerate(["", *config.arms])}
+    units = sorted(done, key=lambda unit: (unit[0], order.get(unit[1], len(order))))
+    return {
+        "rows": [row for unit in units for row in done[unit]["rows"]],
+        "failures": failures,
+        "phases": [phase for unit in units for phase in done[unit]["phases"]],
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +175,11 @@ class _Unit:
     seed: int
     arm: str
     needs_warm: bool = False
+
+    @property
+    def called(self) -> str:
+        """For people."""
+        return self.arm or "warm start"
 
 
 def _units(config: StudyConfig) -> list[_Unit]:
@@ -285,11 +197,27 @@ _QUIET = {"disable_tqdm": True}
 
 
 def _quiet_worker() -> None:
+    import datasets
     import torch
+    from transformers.utils import logging as transformers_logging
 
     os.environ["TQDM_DISABLE"] = "1"
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_study, daemon=True).start()
+
+
+@contextmanager
+def _ended_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C may reach the study alone; its workers would go on to the end of their arms."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
 
 
 def _end_with_the_study() -> None:
@@ -326,21 +254,21 @@ def run_unit(
 def _run_arm(
     config: StudyConfig, pipeline: Pipeline, start: Path, seed: int, arm: str
 ) -> dict[str, Any]:
-    choices = config.arms[arm]
+    choices = config.parsed_arms()[arm]
     expert_loss = NO_STAGE1
     rows: list[dict[str, Any]] = []
-    if "stage1" in choices:
-        start = pipeline.stage1(start, **choices["stage1"])
-        expert_loss = choices["stage1"].get("expert_loss", "positive")
+    if choices.stage1 is not None:
+        start = pipeline.stage1(start, **choices.stage1)
+        expert_loss = choices.stage1.get("expert_loss", "positive")
         rows += pipeline.evaluate(start, "stage1", config.conditions)
-    if choices.get("stage2"):
-        if "trajectories" in choices:
+    if choices.stage2:
+        if choices.trajectories:
             trajectories = config.trajectories(seed)[arm]
-        elif "solutions" in choices:
-            trajectories = pipeline.solutions(start, **choices["solutions"])
+        elif choices.solutions is not None:
+            trajectories = pipeline.solutions(start, **choices.solutions)
         else:
-            trajectories = pipeline.collect(start, **choices.get("collect", {}))
-        for variant in choices["stage2"]:
+            trajectories = pipeline.collect(start, **(choices.collect or {}))
+        for variant in choices.stage2:
             name = f"stage2-{variant}"
             checkpoint = pipeline.stage2(start, trajectories, name, **config.variants[variant])
             conditions = config.stage2_conditions or config.conditions

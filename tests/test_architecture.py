@@ -36,7 +36,7 @@ CONFIGS = {
     "solve": "stages.solve_config:SolveConfig",
     "serve": "stages.serve:ServeConfig",
     "demo": "stages.demo:DemoConfig",
-    "study": "stages.study:StudyConfig",
+    "study": "stages.study_config:StudyConfig",
     "latent": "stages.latent.config:LatentConfig",
     "latent-study": "stages.latent.study:LatentStudyConfig",
 }

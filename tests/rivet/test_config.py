@@ -162,6 +162,7 @@ def test_every_fault_of_a_recipe_is_reported_at_once_with_line_and_nearest_name(
         ("steps: \0", "recipe.yaml: broken YAML"),
         ("- steps", "recipe.yaml:1: expected `name: value` lines, got a list"),
         ("steps: 1\nsteps: 2", "recipe.yaml:2: steps: set already in line 1"),
+        ("a:\n  - {b: 1,\n     b: 2}", "recipe.yaml:3: b: set already in line 2"),
         ("steps: 13\nfast: true", "recipe.yaml: Config: steps=13 cannot be fast; use steps=12"),
         ("steps: !!python/object:os.system x", "recipe.yaml:1: broken YAML"),
     ],

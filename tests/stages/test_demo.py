@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -19,9 +17,6 @@ from rivet.config import ConfigError, load_config
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
 from stages.pipeline import Phases, check_overrides, give_memory_back
-from stages.study import StudyConfig, _run_units, check_arms
-from stages.study import main as study
-from stages.study import run as run_study
 
 REPO = Path(__file__).parents[2]
 # Nothing is learnt at this size; what is tested is that every phase runs and hands on.
@@ -74,25 +69,6 @@ def test_a_dry_run_checks_every_phase(capsys: pytest.CaptureFixture[str]) -> Non
     assert "stage2: " in (shown := capsys.readouterr().err) and "did you mean max_steps" in shown
 
 
-def test_a_misspelt_setting_of_any_arm_fails_before_the_first_one() -> None:
-    config = load_config(
-        StudyConfig,
-        RECIPE.with_name("study_mini.yaml"),
-        arms={"a": {"stage1": {"expert_weight": -1.0}}, "b": {"stage2": ["plain"]}},
-        variants={"plain": {"format_alfa": 1.0}},
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_arms(config)
-    first, second = caught.value.faults
-    assert first.startswith("arms: a: stage1: ") and "expert_weight is -1" in first
-    assert second.startswith("variants: plain: stage2: ") and "format_alpha" in second
-
-
-def test_the_arms_of_every_study_fit() -> None:
-    for recipe in RECIPE.parent.glob("study_*.yaml"):
-        check_arms(load_config(StudyConfig, recipe))
-
-
 def test_the_settings_of_the_tiny_demo_fit_every_phase() -> None:
     check_overrides(load_config(DemoConfig, RECIPE.with_name("demo_tiny.yaml")))
 
@@ -105,74 +81,6 @@ def test_the_table_shows_every_stage_with_intervals() -> None:
     assert cells[0] == ["warm start", "Stage I", "Stage II"]
     assert cells[1] == ["50.0 [40.0, 60.0]"] * 3
     assert cells[3] == ["25.0 [20.0, 30.0]"] * 3
-
-
-def test_a_study_prints_its_table_and_leaves_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    labels = {"arm": "a", "stage2": "none"}
-    rows = [
-        row("stage1", "local", seed=seed, accuracy=accuracy, **labels)
-        for seed, accuracy in ((1, 0.2), (2, 0.4))
-    ]
-    results = {"rows": rows, "failures": [], "phases": []}
-    monkeypatch.setattr("stages.study._run_units", lambda *_: results)
-    monkeypatch.setattr("stages.experts.start_miniworld_experts", lambda: nullcontext([]))
-    recipe = RECIPE.with_name("study_mini.yaml")
-    given = ["--output_dir", str(tmp_path / "s"), "--arms", '{"a": {"stage1": {}}}']
-    assert study([str(recipe), *given]) == 0
-    shown = capsys.readouterr().out
-    assert "| a, Stage I | 30.0 \u00b1 14.1 (20.0 / 40.0) |" in shown
-    assert (tmp_path / "s" / "table.md").read_text() in shown
-    for name in ("report.html", "figure.svg", "results.csv", "finished.json"):
-        assert (tmp_path / "s" / name).is_file()
-    assert str(tmp_path / "s" / "report.html") in shown
-
-
-def test_an_arm_that_names_no_variant_is_refused() -> None:
-    with pytest.raises(ConfigError, match="arms: a: unknown plane"):
-        load_config(StudyConfig, arms={"a": {"stage2": ["plane"]}}, variants={"plain": {}})
-
-
-def test_a_study_goes_seed_by_seed_and_leaves_out_the_arms_of_a_broken_warm_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[tuple[int, str]] = []
-
-    def unit(_config: object, _folder: object, _experts: object, seed: int, arm: str) -> object:
-        done.append((seed, arm))
-        if (seed, arm) == (2, ""):
-            raise RuntimeError("no warm start")
-        return {"rows": [], "phases": []}
-
-    monkeypatch.setattr("stages.study.ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
-    monkeypatch.setattr("stages.study.run_unit", unit)
-    arms = {"a": {"stage1": {}}, "b": {"stage1": {}}, "c": {"start": "x"}}
-    config = load_config(StudyConfig, seeds=[1, 2, 3], arms=arms, jobs=1)
-    results = _run_units(config, tmp_path, tmp_path)
-    first, last = [[(seed, arm) for arm in ("", "a", "b", "c")] for seed in (1, 3)]
-    assert done == [*first, (2, ""), (2, "c"), *last]
-    assert results["failures"] == [{"seed": 2, "arm": "warm", "error": "no warm start"}]
-
-
-@pytest.mark.parametrize("start", ["{sed}/warm", "{", "{0}"])
-def test_a_start_with_other_braces_is_refused(start: str) -> None:
-    with pytest.raises(ConfigError, match="expected a path in which {seed} stands for the seed"):
-        load_config(StudyConfig, arms={"a": {"start": start}})
-
-
-def test_a_start_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
-    config = load_config(
-        StudyConfig,
-        output_dir=str(tmp_path / "study"),
-        seeds=[1, 2],
-        arms={"a": {"start": f"{tmp_path}/seed-{{seed}}", "trajectories": f"{tmp_path}/none"}},
-    )
-    (tmp_path / "seed-1").mkdir()
-    with pytest.raises(ConfigError, match="start: .*seed-2: no such folder") as caught:
-        run_study(config)
-    assert len(caught.value.faults) == 2 and "trajectories: " in caught.value.faults[1]
-    assert not (tmp_path / "study").exists()
 
 
 def test_a_size_without_recipes_is_refused() -> None:
@@ -203,6 +111,16 @@ def test_phase_times_add_up_over_runs(tmp_path: Path) -> None:
         seconds.append(json.loads(path.read_text())["warm"][0])
     assert 0 < seconds[0] < seconds[1]
     assert [phase["name"] for phase in Phases.load(path).rows()] == ["warm"]
+
+
+@pytest.mark.parametrize("text", ['{"warm": [1.0', "[]", '{"warm": 3}', '{"warm": ["x", 1]}'])
+def test_broken_phase_times_are_begun_anew(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "phases.json"
+    path.write_text(text)
+    assert Phases.load(path).seconds == {}
+    assert str(path) in caplog.text
 
 
 @pytest.mark.slow
