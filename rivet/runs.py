@@ -15,7 +15,6 @@ folder inside, never the run folder itself: `save_model` would overwrite config.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from rivet.files import (
     recover_folder,
     remove,
 )
+from rivet.json_lines import append_line, read_lines
 from rivet.lock import FolderLock, LockedError
 from rivet.provenance import now, process_facts
 
@@ -230,15 +230,15 @@ class RunDir:
         """All lines so far; a torn last line, left by a kill, is not one.
 
         Raises:
-            RunDirError: Another line is broken.
+            rivet.json_lines.BrokenLineError: Another line is broken.
         """
-        return _read_lines(self.path / name)
+        return read_lines(self.path / name)
 
     def trim_metrics(self, last_step: int, name: str = "metrics.jsonl") -> None:
         """Keep lines up to a step, and those without one: call it when resuming from a step."""
         path = self.path / name
         if self.is_writer and path.exists():
-            kept = [line for line in _read_lines(path) if line.get("step", last_step) <= last_step]
+            kept = [line for line in read_lines(path) if line.get("step", last_step) <= last_step]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             atomic_write_text(path, text)
 
@@ -320,54 +320,6 @@ class RunDir:
     def _remove_leftovers(self) -> None:
         for item in [p for p in self.path.rglob(".*") if is_leftover(p)]:
             remove(item)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line whole or not at all; a torn last line from a kill is cut off first.
-
-    Raises:
-        DiskFullError: No space is left; the file is as before.
-    """
-    with explain_full_disk(path), open(path, "ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end and _last_byte(file) != b"\n":
-            file.seek(0)
-            end = file.read().rfind(b"\n") + 1
-            file.truncate(end)
-        data = f"{line}\n".encode()
-        try:
-            # Unbuffered: a line of one write is not torn by a kill, and a short write shows.
-            if os.write(file.fileno(), data) != len(data):
-                raise OSError(errno.ENOSPC, "short write")
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def _last_byte(file: Any) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    return [_read_line(line, f"{path}:{n}") for n, line in enumerate(whole.splitlines(), 1)]
-
-
-def _read_line(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise RunDirError(
-            f"{where}: broken ({line[:40]!r}); expected a JSON object on each line: remove this "
-            "line (all that is lost is what it says of its step) and run the same command again"
-        )
-    return value
 
 
 def _check_is_ours(path: Path) -> None:

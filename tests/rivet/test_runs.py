@@ -17,6 +17,7 @@ import pytest
 from rivet import files
 from rivet.files import DiskFullError, atomic_folder, atomic_write_text, recover_folder
 from rivet.interrupt import Interrupted, interruptible
+from rivet.json_lines import BrokenLineError
 from rivet.runs import RunDir, RunDirError, RunFinishedError
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,8 @@ def test_other_settings_are_refused_by_name_and_value(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_refused_and_replaced_only_when_asked(tmp_path: Path) -> None:
     with RunDir.open(tmp_path, Config(), stage="stage1") as run:
-        run.append_metrics({"step": 1})
+        run.append_metrics({"step": 1, "note": "a\u2028b"})
+        assert run.metrics() == [{"step": 1, "note": "a\u2028b"}]
         run.checkpoint.mkdir()
         (run.checkpoint / "weights").write_text("old")
         run.finish({"accuracy": 0.5})
@@ -255,7 +257,7 @@ def test_a_torn_line_between_whole_ones_is_named_by_number(tmp_path: Path, torn:
         text = f'{{"step": 1}}\n{torn}\n{{"step": 3}}\n'
         (tmp_path / "metrics.jsonl").write_text(text)
         for read in (run.metrics, lambda: run.trim_metrics(1)):
-            with pytest.raises(RunDirError, match=r"metrics\.jsonl:2: broken .*remove this line"):
+            with pytest.raises(BrokenLineError, match=r"metrics\.jsonl:2: broken .*remove this"):
                 read()
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
