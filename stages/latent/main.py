@@ -76,13 +76,13 @@ def with_arm(config: LatentConfig, folder: Path, **changes: Any) -> LatentConfig
 
 def finished_or_run(config: LatentConfig) -> dict[str, Any]:
     """Results of an arm, which is run if it is not finished."""
-    from stages.latent.run import run_arm
+    from stages.latent.run import RESULTS, run_arm
 
     try:
         return run_arm(config)
     except RunFinishedError:
         logger.info("%s is finished", config.output_dir)
-        path = Path(str(config.output_dir)) / "results.json"
+        path = Path(str(config.output_dir)) / RESULTS
         return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -25,7 +25,7 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from data.problems import Problem
-from rivet.files import atomic_folder, atomic_write_json
+from rivet.files import atomic_folder, atomic_write_json, broken_file, is_whole
 from rivet.grading import Grader
 from rivet.interrupt import interruptible
 from rivet.latent.experts import FrozenExpert, weights_digest
@@ -53,6 +53,7 @@ from stages.stage1.training import refill, trainer_arguments
 
 logger = logging.getLogger(__name__)
 
+RESULTS = "results.json"
 _MAY_CHANGE = ("logging_steps", "save_steps", "save_total_limit", "cache", "controls")
 
 
@@ -67,7 +68,7 @@ def run_arm(config: LatentConfig) -> dict[str, Any]:
         The content of `results.json`.
 
     Raises:
-        RunFinishedError: It is finished and `overwrite` is False.
+        RunFinishedError: It is finished, `results.json` is whole and `overwrite` is False.
         FrozenError: An expert's weights changed.
         CacheError: A cache holds what an expert would not say.
     """
@@ -82,6 +83,7 @@ def run_arm(config: LatentConfig) -> dict[str, Any]:
         stage="latent",
         overwrite=config.overwrite,
         may_change=_MAY_CHANGE,
+        reopen=not is_whole(Path(config.output_dir) / RESULTS),
     ) as folder:
         started, cpu = time.perf_counter(), time.process_time()
         before = {e.spec.name: weights_digest(e.model) for e in data.experts}
@@ -108,7 +110,7 @@ def run_arm(config: LatentConfig) -> dict[str, Any]:
             "wall_s": round(time.perf_counter() - started, 1),
             "cpu_s": round(time.process_time() - cpu, 1),
         }
-        folder.write_json("results.json", results)
+        folder.write_json(RESULTS, results)
         folder.finish({"rows": len(results["rows"]), "cpu_s": results["cpu_s"]})
     return results
 
@@ -121,9 +123,15 @@ def _warm(
     listeners: tuple[Listener, Listener],
     grader: Grader,
 ) -> list[dict[str, Any]]:
-    """The warm start into `warm/`, and how good it is; the policy has its weights afterwards."""
+    """The warm start into `warm/`, and how good it is; the policy has its weights afterwards.
+
+    It is made where it is missing or cut short.
+    """
     target = folder.path / "warm"
-    if not (target / "rows.json").is_file() and folder.is_writer:
+    broken = broken_file(target) if folder.is_writer else None
+    if broken:
+        logger.warning("%s: cut short; the warm start is made again", broken)
+    if folder.is_writer and (broken or not (target / "rows.json").is_file()):
         losses = warm_up(start.policy, start.prompts, listeners[0], data.train, config)
         rows = evaluate(
             start.policy.eval(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from rivet.files import atomic_folder
+from rivet.files import atomic_folder, is_whole
 from rivet.trajectory import Trajectory
 from stages.stage2.candidates import Candidate
 from stages.stage2.objective import AUTHOR_CODES, KIND_CODES, PROMPT_AUTHOR, PROMPT_KIND
+
+logger = logging.getLogger(__name__)
 
 DATA_FILE = "train.parquet"
 FUNNEL_FILE = "funnel.json"
@@ -84,6 +87,15 @@ def write_dataset(
             json.dumps(counted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
         (temporary / "README.md").write_text(_card(counted, tokens, source), encoding="utf-8")
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder holds a dataset, and a whole one; says which file is cut short."""
+    files = [folder / name for name in (DATA_FILE, FUNNEL_FILE)]
+    broken = [file for file in files if not is_whole(file)]
+    if broken and folder.exists():
+        logger.warning("%s: missing or cut short; the dataset is made again", broken[0])
+    return not broken
 
 
 def read_dataset(folder: str | Path) -> Dataset:

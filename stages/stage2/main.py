@@ -32,7 +32,7 @@ from rivet.tokenization import ProtocolTokenizer
 from stages.checkpointing import load_controller
 from stages.stage2.candidates import Candidate, problem_counts, read_candidates
 from stages.stage2.config import Stage2Config
-from stages.stage2.dataset import DATA_FILE, FUNNEL_FILE, read_dataset, write_dataset
+from stages.stage2.dataset import FUNNEL_FILE, is_dataset, read_dataset, write_dataset
 from stages.stage2.filter import (
     EvaluationProblems,
     Filter,
@@ -93,14 +93,14 @@ def prepare_dataset(
     tokenizer: ProtocolTokenizer,
     settings: ProtocolSettings,
 ) -> dict[str, Any]:
-    """Filter the store into `dataset/`, unless an interrupted run has done so.
+    """Filter the store into `dataset/`, unless an interrupted run has done so and it is whole.
 
     Returns:
         The funnel.
     """
     target = folder.path / "dataset"
     recover_folder(target)
-    if not (target / DATA_FILE).is_file() and folder.is_writer:
+    if folder.is_writer and not is_dataset(target):
         store = TrajectoryStore(config.trajectories)
         if not store.shards():
             raise Stage2Error(

@@ -138,6 +138,25 @@ def test_a_killed_run_ends_with_the_same_weights(
         run_arm(config)
 
 
+def test_results_and_warm_start_that_were_cut_short_are_made_again(
+    world: Path,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(finished[0], output)
+    for name in ("results.json", "warm/rows.json"):
+        (output / name).write_bytes((output / name).read_bytes()[:-10])
+    with caplog.at_level("WARNING"):
+        results = run_arm(latent_config(world, output))
+    assert f"{output / 'warm' / 'rows.json'}: cut short" in caplog.text
+    assert results["rows"] == finished[1]["rows"]
+    assert json.loads((output / "results.json").read_text()) == results
+    with pytest.raises(RunFinishedError):
+        run_arm(latent_config(world, output))
+
+
 def test_phi_alone_leaves_theta_untouched(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "phi"
     run_arm(latent_config(world, folder, train_policy=False, adapter_first_steps=0))

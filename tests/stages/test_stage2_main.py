@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,26 @@ def test_run_cut_before_its_checkpoint_is_written_trains_no_further_step(
         for folder in (finished, tmp_path / "run")
     )
     assert after == before
+
+
+def test_what_was_cut_short_is_made_again_to_the_same_weights(
+    finished: Path, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    (output / "finished.json").unlink()
+    shutil.rmtree(output / "checkpoint")
+    cut = ["dataset/train.parquet", "dataset/funnel.json", "trainer/checkpoint-8/optimizer.pt"]
+    for name in cut:
+        (output / name).write_bytes((output / name).read_bytes()[:-10])
+    run(config_of(inputs, output))
+    assert f"{output / cut[0]}: missing or cut short" in caplog.text
+    assert f"{output / cut[2]}: cut short" in caplog.text
+    torch.testing.assert_close(weights(output), weights(finished), rtol=0, atol=0)
+    for name in cut[:2]:
+        assert (output / name).read_bytes() == (finished / name).read_bytes()
+    steps = [json.loads(s)["step"] for s in (output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
 
 
 def test_half_written_trainer_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
