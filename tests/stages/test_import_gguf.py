@@ -19,6 +19,7 @@ from stages.gguf_tokenizer import (
     NORMAL,
     USER_DEFINED,
     chat_template,
+    check_whole,
     read_metadata,
     refuse_splitting,
     sentencepiece_bpe,
@@ -125,10 +126,50 @@ def test_a_source_that_is_none_is_refused_with_the_command_to_get_it(tmp_path) -
         find_gguf("tqdm")
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "source: no such file; expected a .gguf file, or the name"),
+        ("none.GGUF", "none.GGUF: no such file; expected a .gguf file"),
+        ("models/none", "models/none: no such file; expected a .gguf file"),
+        ("held", "held: is a folder; expected a .gguf file"),
+        ("./held", "./held: is a folder; expected a .gguf file"),
+    ],
+)
+def test_what_is_a_path_is_not_taken_for_a_package(
+    tmp_path, monkeypatch, source: str, message: str
+) -> None:
+    (tmp_path / "held").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ImportGgufError, match=message):
+        find_gguf(source)
+    (tmp_path / "M.GGUF").touch()
+    assert find_gguf("M.GGUF") == Path("M.GGUF")
+
+
 def test_a_folder_in_use_is_left_alone(tmp_path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ImportGgufError, match="not empty"):
         import_gguf(tmp_path / "m.gguf", tmp_path)
+    for folder in ("notes.txt", "notes.txt/below", "/proc/below"):
+        with pytest.raises(ImportGgufError, match=f"{folder}: cannot be written .*choose another"):
+            import_gguf(tmp_path / "m.gguf", tmp_path / folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_cut_anywhere_is_called_so(tmp_path) -> None:
+    metadata = fields() | {"general.architecture": "llama"} | LLAMA
+    file = write_gguf(tmp_path / "m.gguf", metadata, llama_tensors(metadata))
+    check_whole(file)
+    content = file.read_bytes()
+    for size in (4, 30, 700, 3000, len(content) // 2, len(content) - 40):
+        file.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"cut short: download it again .*{size} bytes"):
+            check_whole(file)
+    for other in (b"", b"PK\x03\x04"):
+        file.write_bytes(other)
+        with pytest.raises(ValueError, match="expected a GGUF file"):
+            check_whole(file)
 
 
 def test_without_the_reader_or_with_a_broken_file_the_message_says_so(tmp_path) -> None:
@@ -271,6 +312,57 @@ def test_a_template_without_an_end_of_turn_names_none(template) -> None:
     assert turn_end(tokenizer) is None
 
 
+def test_a_broken_template_is_no_missing_one() -> None:
+    tokenizer = sentencepiece_bpe(fields())
+    tokenizer.chat_template = "{{ bos_token }}\n{% if %}"
+    with pytest.raises(ValueError, match="chat template is broken in line 2"):
+        turn_end(tokenizer)
+
+
+def test_what_is_wrong_is_refused_before_the_weights_are_converted(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM
+
+    metadata = fields() | {"general.architecture": "llama"} | LLAMA
+    file = write_gguf(tmp_path / "m.gguf", metadata, llama_tensors(metadata))
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(
+        ImportGgufError, match=r"broken\.jinja: the chat template is broken in line"
+    ):
+        import_gguf(file, tmp_path / "out", template=broken)
+    with pytest.raises(ImportGgufError, match="--end 'print the': 2 tokens of this model"):
+        import_gguf(file, tmp_path / "out", ends=["print the"])
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ImportGgufError, match=r"m\.gguf: cannot be read: the file is cut short"):
+        import_gguf(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_that_ends_while_saving_leaves_the_folder_free(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("gguf")
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = fields() | {"general.architecture": "llama"} | LLAMA
+    file = write_gguf(tmp_path / "m.gguf", metadata, llama_tensors(metadata))
+    saved = []
+
+    def dies(self: Any, folder: Path) -> None:
+        saved.append(folder)
+        if len(saved) == 2:  # the first is the trial
+            raise KeyboardInterrupt
+        original(self, folder)
+
+    original = PreTrainedTokenizerFast.save_pretrained
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", dies)
+    with pytest.raises(KeyboardInterrupt):
+        import_gguf(file, tmp_path / "out", dtype="float32")
+    assert not (tmp_path / "out").exists()
+    folder = import_gguf(file, tmp_path / "out", dtype="float32")
+    assert (folder / "model.safetensors").is_file()
+
+
 def test_a_model_is_imported_with_its_words_and_stops_at_the_end_of_its_turn(tmp_path) -> None:
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer, GenerationConfig
@@ -289,8 +381,6 @@ def test_a_model_is_imported_with_its_words_and_stops_at_the_end_of_its_turn(tmp
         file, tmp_path / "more", dtype="float32", template=template, ends=["print"]
     )
     assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted([1, 5, end])
-    with pytest.raises(ImportGgufError, match="--end 'print the': 2 tokens of this model"):
-        import_gguf(file, tmp_path / "no", dtype="float32", ends=["print the"])
 
 
 LLAMA = {
