@@ -119,6 +119,14 @@ class TrajectoryStore:
         """Ids of every trajectory, without reading the rest."""
         return {i for shard in self.shards() for i in self._table(shard, ["id"])["id"].to_pylist()}
 
+    def count(self) -> int:
+        """How many trajectories there are, without reading them."""
+        total = 0
+        for shard in self.shards():
+            self._check_version(shard)
+            total += pq.read_metadata(self.folder / f"{shard}.parquet").num_rows
+        return total
+
     def dataset(self) -> Any:
         """The whole store as a memory-mapped `datasets.Dataset`.
 
@@ -144,7 +152,9 @@ class TrajectoryStore:
         except (pa.ArrowInvalid, OSError) as error:
             raise StoreError(
                 f"{path}: cannot be read ({error}); expected a parquet file that rivet wrote: "
-                "remove it to sample its trajectories again"
+                "restore it; without a copy, remove it and run the command that sampled it again: "
+                "an unfinished run samples what is missing, a finished one needs --overwrite true "
+                "and samples everything"
             ) from error
         version = metadata.get(_VERSION_KEY, b"none").decode()
         if version != str(SCHEMA_VERSION):

@@ -25,7 +25,7 @@ from data.problems import Problem, load_problems
 from rivet.config import parse_config
 from rivet.files import recover_folder
 from rivet.prompts import PromptBuilder
-from rivet.runs import RunDir
+from rivet.runs import FINISHED_FILE, RunDir, RunDirError
 from rivet.settings import ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
@@ -59,7 +59,7 @@ def run(config: Stage2Config) -> Path:
         The checkpoint folder.
 
     Raises:
-        Stage2Error: There is no trajectory, or none passes the filter.
+        Stage2Error: There is no trajectory, some are lost, or none passes the filter.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
         rivet.interrupt.Interrupted: A signal asked to stop; the state is saved.
     """
@@ -107,6 +107,7 @@ def prepare_dataset(
                 f"{config.trajectories}: no trajectory here; expected parquet shards, as "
                 "`rivet collect` writes them"
             )
+        _check_is_whole(store)
         logger.info("filtering %s", config.trajectories)
         passes = Filter(
             FilterRules(
@@ -139,6 +140,26 @@ def prepare_dataset(
     funnel = json.loads((target / FUNNEL_FILE).read_text(encoding="utf-8"))
     logger.info("what the filter kept:\n%s", funnel_text(funnel))
     return funnel
+
+
+def _check_is_whole(store: TrajectoryStore) -> None:
+    """Refuse what a finished run left in its folder if it is not as many rows as it says.
+
+    A store that lost a shard reads like a smaller one. One that no run made, or that a run is still
+    filling, says nothing of how many rows it should have.
+    """
+    folder = store.folder.resolve().parent
+    try:
+        made_by = RunDir.load(folder)
+    except RunDirError:
+        return
+    expected = made_by.results.get("rows") if made_by.is_finished else None
+    if isinstance(expected, int) and (found := store.count()) != expected:
+        raise Stage2Error(
+            f"{store.folder}: {found} rows, but {folder / FINISHED_FILE} says {expected}: shards "
+            f"were lost or added; restore them, or run the command of {folder} again with "
+            "--overwrite true"
+        )
 
 
 def _contamination(

@@ -84,7 +84,7 @@ def test_ten_thousand_trajectories_are_kept(tmp_path: Path) -> None:
     batch = [make(n) for n in range(10_000)]
     store.write("all", batch)
     assert store.load() == batch
-    assert len(store.dataset()) == 10_000
+    assert len(store.dataset()) == store.count() == 10_000
 
 
 def test_shards_read_in_order_of_name_and_replace_each_other(tmp_path: Path) -> None:
@@ -115,8 +115,10 @@ def test_a_write_that_fails_leaves_no_shard(
 
 def test_a_broken_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(StoreError, match="a.parquet: cannot be read"):
+    with pytest.raises(StoreError, match="a.parquet: cannot be read.*restore it; without a copy"):
         TrajectoryStore(tmp_path).load()
+    with pytest.raises(StoreError, match="a finished one needs --overwrite true"):
+        TrajectoryStore(tmp_path).count()
 
 
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rivet.config import load_config
 from rivet.interrupt import Interrupted
-from rivet.runs import RunFinishedError
+from rivet.runs import RunDir, RunFinishedError
 from rivet.settings import ProtocolSettings, SettingsError
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
@@ -28,7 +29,7 @@ from stages.checkpointing import last_checkpoint
 from stages.stage2 import training
 from stages.stage2.config import Stage2Config
 from stages.stage2.dataset import read_dataset
-from stages.stage2.main import Stage2Error, run
+from stages.stage2.main import Stage2Error, prepare_dataset, run
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +233,38 @@ def test_empty_store_and_empty_filter_say_what_to_do(
     with pytest.raises(Stage2Error, match="no trajectory passes the filter") as error:
         run(config_of(inputs, tmp_path / "b", trajectories=str(tmp_path / "store")))
     assert "right answer" in str(error.value)
+
+
+def test_a_finished_collection_that_lost_a_shard_is_refused(
+    inputs: Path, tmp_path: Path, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    rows = trajectories(tag_tokenizer, 6)
+    with RunDir.open(tmp_path / "collect", {}, stage="collect") as collection:
+        store = TrajectoryStore(collection.path / "trajectories")
+        for number in range(3):
+            store.write(f"part-{number:05d}", rows[2 * number : 2 * number + 2])
+        prepare = functools.partial(prepared, inputs, tmp_path, store.folder)
+        lost = store.folder / "part-00001.parquet"
+        kept = lost.read_bytes()
+        lost.unlink()
+        assert prepare("unfinished")["read"] == 4  # the run goes on and may bring more
+        collection.finish({"rows": 6})
+    told = f"{store.folder}: 4 rows, but {collection.path}/finished.json says 6.*--overwrite true"
+    with pytest.raises(Stage2Error, match=told):
+        prepare("lost")
+    lost.write_bytes(kept)
+    assert prepare("whole")["read"] == 6
+    store.write("part-00003", rows[:1])
+    with pytest.raises(Stage2Error, match="7 rows, but .* says 6: shards were lost or added"):
+        prepare("more")
+
+
+def prepared(inputs: Path, folder: Path, store: Path, name: str) -> dict[str, Any]:
+    """The funnel of what Stage II makes of a store."""
+    config = config_of(inputs, folder / name, trajectories=str(store))
+    tokenizer = ProtocolTokenizer.from_pretrained(config.model)
+    with RunDir.open(folder / name, config, stage="stage2") as opened:
+        return prepare_dataset(config, opened, tokenizer, ProtocolSettings.load(config.model))
 
 
 def test_folder_without_rivet_json_is_no_checkpoint(inputs: Path, tmp_path: Path) -> None:
