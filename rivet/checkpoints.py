@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rivet.tokenization import ProtocolTokenizer
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DEPTH, _NAMED = 5, 3  # how deep below a folder checkpoints are looked for, how many are named
 
 
 class CheckpointError(ValueError):
@@ -41,7 +42,17 @@ def find_checkpoint(folder: str | Path) -> Path:
     raise CheckpointError(
         f"{folder}: no checkpoint here; expected weights, tokenizer and {FILE_NAME}, or a run "
         "folder with a checkpoint/ inside (a run that is not finished may have none yet)"
+        f"{_named_inside(folder)}"
     )
+
+
+def _named_inside(folder: Path) -> str:
+    """The checkpoints nearest inside a folder that is none, as the end of an error."""
+    depths = range(1, _DEPTH + 1)
+    nearest = (sorted(folder.glob("*/" * depth + FILE_NAME)) for depth in depths)
+    found = [str(path.parent) for path in next(filter(None, nearest), [])]
+    more = f" ({len(found)} in all)" if len(found) > _NAMED else ""
+    return f"; did you mean one of {', '.join(found[:_NAMED])}{more}?" if found else ""
 
 
 def check_weights(folder: Path) -> None:
@@ -59,7 +70,9 @@ def check_weights(folder: Path) -> None:
             raise CheckpointError(f"{folder / missing[0]}: missing, but named by {index.name}")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: no weights; expected *.safetensors")
+        raise CheckpointError(
+            f"{folder}: no weights; expected *.safetensors{_named_inside(folder)}"
+        )
     for file in files:
         try:
             with safe_open(file, framework="numpy"):
@@ -80,12 +93,15 @@ def load_tokenizer(folder: Path) -> ProtocolTokenizer:
     """
     from rivet.tokenization import ProtocolTokenizer, TokenizerError
 
+    if not folder.is_dir():  # transformers would take it for a name on the Hub
+        raise CheckpointError(f"{folder}: no such folder; expected a checkpoint with a tokenizer")
     try:
         tokenizer = ProtocolTokenizer.from_pretrained(folder)
     except TokenizerError:
         raise
     except Exception as error:  # the tokenizers library raises bare exceptions
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: {why}") from error
     if len(tokenizer.token_bytes) < 2:
         # Without any file transformers builds an empty tokenizer and says nothing.
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded: it has no vocabulary")

@@ -24,7 +24,7 @@ from eval.config import EvalConfig
 from eval.main import EvalError, main, open_checkpoint, run
 from eval.regrade import main as regrade
 from eval.runtime import Runtime, find_model, open_runtime, weights_fingerprint
-from rivet.checkpoints import CheckpointError
+from rivet.checkpoints import CheckpointError, check_weights, find_checkpoint
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
 from rivet.experts.pool import ExpertsUnavailableError
@@ -274,9 +274,16 @@ async def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, tmp_path) -
         async with open_runtime(tmp_path):
             pass
     ProtocolSettings().save(tmp_path)
-    with pytest.raises(CheckpointError, match="no weights"):
+    with pytest.raises(CheckpointError, match=r"no weights; expected \*\.safetensors$"):
         async with open_runtime(tmp_path):
             pass
+    for arm in "abcd":
+        (tmp_path / "study" / arm / "checkpoint").mkdir(parents=True)
+        ProtocolSettings().save(tmp_path / "study" / arm / "checkpoint")
+    named = f"did you mean one of {tmp_path}/study/a/checkpoint, .*/c/checkpoint \\(4 in all\\)"
+    for refuse in (check_weights, find_checkpoint):
+        with pytest.raises(CheckpointError, match=named):
+            refuse(tmp_path / "study")
 
 
 @pytest.mark.parametrize(
