@@ -19,7 +19,7 @@ MAX_POINTS = 400  # per line: more cannot be told apart at this size
 PALETTE = 8  # classes c0 to c7 in chart.css
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 12, 10, 32
-_LABEL = 32  # characters of a label of `dot_chart` that are shown
+_LABEL = 40  # characters of a row's label that are shown
 
 Points = Sequence[tuple[float, float]]
 
@@ -136,9 +136,10 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
     """A dot with its interval per row, on a 0 to 100% axis."""
     if not bars:
         return ""
-    left, step = 118, 26
+    left, step = max(118, _label_width([bar.label for bar in bars])), 26
     height = _TOP + step * len(bars) + _BOTTOM
-    scale = _WIDTH - left - _RIGHT - 54  # room for the value's text
+    scale = _WIDTH - 118 - _RIGHT - 54  # room for the value's text
+    width = left + scale + _RIGHT + 54
 
     def at(value: float) -> float:
         return left + value * scale
@@ -150,20 +151,20 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
         body.append(
             f'<g class="c{bar.color % PALETTE}"><title>{escape(text)}</title>'
             f'<text class="tick" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{escape(bar.label)}</text>"
+            f"{escape(_short(bar.label))}</text>"
             f'<line class="whisker" x1="{at(bar.low):.1f}" x2="{at(bar.high):.1f}" '
             f'y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<circle class="dot" cx="{at(bar.value):.1f}" cy="{y:.1f}" r="5"/>'
-            f'<text class="value" x="{_WIDTH - 4}" y="{y + 4:.1f}" text-anchor="end">'
+            f'<text class="value" x="{width - 4}" y="{y + 4:.1f}" text-anchor="end">'
             f"{bar.value:.1%}</text>"
             "</g>"
         )
-    return _svg(_WIDTH, height, label, body) + _legend(list(legend))
+    return _svg(width, height, label, body) + _legend(list(legend))
 
 
 def dot_chart(rows: Sequence[Dots], *, label: str) -> str:
     """A point per value and a bar at their mean per row, on a 0 to 100% axis."""
-    return _svg(*_dot_rows(rows, _label_width(rows), label)) if rows else ""
+    return _svg(*_dot_rows(rows, _label_width([row.label for row in rows]), label)) if rows else ""
 
 
 def figure(panels: Mapping[str, Sequence[Dots]], *, label: str, columns: int = 2) -> str:
@@ -174,7 +175,7 @@ def figure(panels: Mapping[str, Sequence[Dots]], *, label: str, columns: int = 2
         label: What the figure shows.
         columns: Panels side by side.
     """
-    left = _label_width([row for rows in panels.values() for row in rows])
+    left = _label_width([row.label for rows in panels.values() for row in rows])
     drawn = [(title, *_dot_rows(rows, left, title)) for title, rows in panels.items()]
     body, height, width = [], 10.0, 0.0
     for start in range(0, len(drawn), columns):
@@ -210,7 +211,7 @@ def stacked_bars(
         return ""
     categories = list(next(iter(rows.values())))
     classes = list(classes) or [f"c{n % PALETTE}" for n in range(len(categories))]
-    left, step, width = 130, 26, 2.4 * _WIDTH
+    left, step, width = max(130, _label_width(list(rows))), 26, 2.4 * _WIDTH
     height = _TOP + step * len(rows) + _BOTTOM
     scale = width - left - _RIGHT - 10  # room for the last tick's label
 
@@ -222,7 +223,7 @@ def stacked_bars(
         y, done, total = _TOP + step * n + 3, 0, sum(counts.values()) or 1
         body.append(
             f'<text class="tick" x="{left - 10}" y="{y + 14}" text-anchor="end">'
-            f"{escape(name)}</text>"
+            f"{escape(_short(name))}</text>"
         )
         for category, css in zip(categories, classes, strict=True):
             count = counts.get(category, 0)
@@ -319,9 +320,15 @@ def _percent_grid(at: object, top: float, bottom: float) -> str:
     )
 
 
-def _label_width(rows: Sequence[Dots]) -> int:
-    longest = max((len(row.label) for row in rows), default=0)
+def _label_width(labels: Sequence[str]) -> int:
+    longest = max(map(len, labels), default=0)
     return 18 + round(6.3 * min(longest, _LABEL))
+
+
+def _short(label: str) -> str:
+    """A label without the middle of a long one: what tells rows apart is at either end."""
+    half = _LABEL // 2
+    return label if len(label) <= _LABEL else f"{label[: half - 1]}\u2026{label[-half:]}"
 
 
 def _dot_rows(rows: Sequence[Dots], left: int, label: str) -> tuple[float, float, str, list[str]]:
@@ -337,13 +344,11 @@ def _dot_rows(rows: Sequence[Dots], left: int, label: str) -> tuple[float, float
     for n, row in enumerate(rows):
         y = _TOP + step * (n + 0.5)
         mean = sum(row.values.values()) / len(row.values)
-        is_long = len(row.label) > _LABEL
-        short = row.label[: _LABEL - 1] + "\u2026" if is_long else row.label
         body.append(
             f'<g class="c{row.color % PALETTE}">'
             f"<title>{escape(row.label)}: mean {mean:.1%}</title>"
             f'<text class="tick" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{escape(short)}</text>"
+            f"{escape(_short(row.label))}</text>"
             f'<line class="mean" x1="{at(mean):.1f}" x2="{at(mean):.1f}" '
             f'y1="{y - 10:.1f}" y2="{y + 10:.1f}"/>'
         )

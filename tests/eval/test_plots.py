@@ -72,7 +72,8 @@ def test_a_dot_stands_at_each_value_and_a_bar_at_their_mean() -> None:
 
 def test_a_figure_carries_its_colours_in_light_and_dark() -> None:
     text = figure(
-        {"one": [Dots("a", {"s": 0.5})], "two": [Dots("b" * 50, {"s": 0.5}, 9)]}, label="x"
+        {"one": [Dots("a", {"s": 0.5})], "two": [Dots("b" * 30 + "c" * 30, {"s": 0.5}, 9)]},
+        label="x",
     )
     svg = ElementTree.fromstring(text)
     name = "{http://www.w3.org/2000/svg}"
@@ -86,7 +87,7 @@ def test_a_figure_carries_its_colours_in_light_and_dark() -> None:
     second = svg.findall(f"{name}g")[1].attrib["transform"]
     assert second.startswith(f"translate({width / 2:.0f} ")  # side by side
     shown = [e.text for e in svg.iter(f"{name}text") if e.text.startswith("b")]
-    assert shown == ["b" * 31 + "\u2026"]
+    assert shown == ["b" * 19 + "\u2026" + "c" * 20]
 
 
 def test_stacked_shares_end_where_they_add_up() -> None:
