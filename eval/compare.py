@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.conditions import Condition, ConditionError, read_condition
+from eval.conditions import Condition, read_condition
+from eval.results_file import ResultsError
 
 RESAMPLES = 10_000
 _BATCH = 2**22  # numbers drawn at once, to bound memory
@@ -112,8 +113,9 @@ def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict
         across_prompts: Compare although the prompts differ (a condition that offers other tags).
 
     Returns:
-        `name` of the comparison, `overall` and `by_source` differences, the accuracies, and the
-        number of problems that only one of the two has a scored sample of.
+        `name` of the comparison, `overall` and `by_source` differences, the accuracies, the
+        number of problems that only one of the two has a scored sample of, and in what the two
+        were `sampled_differently`.
 
     Raises:
         CompareError: Problems, k or prompts differ.
@@ -146,6 +148,7 @@ def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict
         if len(sources) > 1
         else {},
         "unpaired": len(in_a.keys() ^ in_b.keys()),
+        "sampled_differently": _sampled_differently(a, b),
     }
 
 
@@ -190,13 +193,15 @@ def describe(comparison: dict[str, Any]) -> str:
     for name, d in rows.items():
         verdict = "a real difference" if d["is_real"] else "no difference can be told"
         lines.append(
-            f"  {name}: {100 * d['difference']:+.1f} points "
+            f"{name}: {100 * d['difference']:+.1f} points "
             f"[{100 * d['ci_low']:+.1f}, {100 * d['ci_high']:+.1f}], p = {d['p_value']:.4f}, "
             f"{d['n']} problems: {verdict}"
         )
+    if different := comparison.get("sampled_differently"):
+        lines.append(f"not of the checkpoints alone: sampled with {'; '.join(different)}")
     if comparison["unpaired"]:
-        lines.append(f"  {comparison['unpaired']} problems without a partner were left out")
-    return "\n".join(lines)
+        lines.append(f"{comparison['unpaired']} problems without a partner were left out")
+    return "\n  ".join(" ".join(line.split()) for line in lines)  # whatever names hold
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
             read_condition(args.run_b),
             across_prompts=args.across_prompts,
         )
-    except (CompareError, ConditionError) as error:
+    except (CompareError, ResultsError) as error:
         print(f"rivet compare: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result, indent=2) if args.json else describe(result))
@@ -243,11 +248,20 @@ def _check_comparable(a: Condition, b: Condition, across_prompts: bool) -> None:
 
 def _name(a: Condition, b: Condition) -> str:
     condition = a.results["condition"]
+    if _sampled_differently(a, b):
+        return "difference"
     if a.results["checkpoint"] != b.results["checkpoint"]:
         return f"step, {condition}" if condition == b.results["condition"] else "difference"
     if {condition, b.results["condition"]} == {"experts", "local"}:
         return "expert-removal gap"
     return "difference"
+
+
+def _sampled_differently(a: Condition, b: Condition) -> list[str]:
+    """Such as `temperature 0.0 and 1.0`; the difference is then of greedy and sampled answers."""
+    of_a, of_b = (dict(c.settings.get("sampling") or {}) for c in (a, b))
+    names = sorted(of_a.keys() | of_b.keys())
+    return [f"{n} {of_a.get(n)} and {of_b.get(n)}" for n in names if of_a.get(n) != of_b.get(n)]
 
 
 def _label(condition: Condition) -> str:

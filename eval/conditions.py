@@ -7,12 +7,12 @@ results.json    the summary (`eval.summary`) with checkpoint and condition; writ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.results_file import NUMBER, RESULTS_FILE, ResultsError, check_form, read_json, require
 from eval.store_settings import read_store_settings
 from eval.summary import scores_by_problem
 from rivet.files import atomic_write_json
@@ -20,11 +20,13 @@ from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 
 STORE = "trajectories"
-_RESULTS = "results.json"
 _SCORES = "scores.json"
+_RESULT = {"checkpoint": str, "condition": str, "accuracy": NUMBER, "outcomes?": {str: int}}
+_SCORE = {"problem_id": str, "source": str, "samples": int, "right": int}
+_NAMED = 4  # of the conditions in a folder that is none
 
 
-class ConditionError(ValueError):
+class ConditionError(ResultsError):
     """A folder holds no finished condition of an evaluation."""
 
 
@@ -60,29 +62,33 @@ def write_condition(
         for problem, (samples, right) in scores_by_problem(trajectories).items()
     ]
     atomic_write_json(folder / _SCORES, scores)
-    atomic_write_json(folder / _RESULTS, results)
+    atomic_write_json(folder / RESULTS_FILE, results)
 
 
 def read_condition(folder: str | Path) -> Condition:
     """Read a finished condition.
 
     Raises:
-        ConditionError: There is none, or a file is broken.
+        ConditionError: There is none.
+        ResultsError: A file of it is missing, broken or of another form.
     """
     folder = Path(folder)
-    results = _read(folder / _RESULTS) if (folder / _RESULTS).is_file() else {}
-    if not isinstance(results, dict) or not {"checkpoint", "condition"} <= results.keys():
-        inside = sorted(p.parent.name for p in folder.glob(f"*/{_RESULTS}"))
-        hint = f"did you mean one of {', '.join(inside)} in it?" if inside else "run `rivet eval`"
-        raise ConditionError(f"{folder}: expected the folder of a finished condition: {hint}")
+    results = read_json(folder / RESULTS_FILE)
+    if "condition" not in results:
+        raise ConditionError(
+            f"{folder}: expected the folder of a finished condition: {_hint(folder)}"
+        )
+    check_form(folder / RESULTS_FILE, results, _RESULT)
+    require(folder / _SCORES)
     settings = read_store_settings(folder / STORE)
     if settings is None:
         raise ConditionError(f"{folder}/{STORE}: no settings.json here; evaluate again")
-    return Condition(folder, results, _read(folder / _SCORES), settings)
+    return Condition(folder, results, read_json(folder / _SCORES, [_SCORE]), settings)
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConditionError(f"{path}: cannot be read ({error}); evaluate again") from error
+def _hint(folder: Path) -> str:
+    inside = sorted(path.parent.relative_to(folder) for path in folder.glob(f"*/**/{_SCORES}"))
+    if not inside:
+        return "run `rivet eval`"
+    more = f" ({len(inside)} in all)" if len(inside) > _NAMED else ""
+    return f"did you mean one of {', '.join(map(str, inside[:_NAMED]))}{more} in it?"

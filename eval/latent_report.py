@@ -14,34 +14,68 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eval.gather import ReportError, read_json, read_metrics
+from eval.gather import ReportError, read_metrics
 from eval.page import cards, page, settings
 from eval.plots import Bar, interval_chart, line_chart
+from eval.results_file import (
+    CONFIG_FILE,
+    NUMBER,
+    RESULTS_FILE,
+    check_form,
+    read_json,
+    require,
+    stage_of,
+)
 from rivet.files import atomic_write_text
 
 Result = Mapping[str, Any]
 
 AS_TRAINED, HARD = "as trained", "hard"  # a condition and a family in rows of results
-_FILE = "results.json"
+_CORRELATIONS = ("per_head", "per_head_differences", "head_averaged", "head_averaged_differences")
+_CASE = {"condition": str, "family": str, "accuracy": NUMBER}
+_ARM = {
+    "arm": str,
+    "expert?": str,
+    "rows": [{**_CASE, "ci_low": NUMBER, "ci_high": NUMBER}],
+    "attention?": {"experts?": [str], "families?": {str: {"shares": [[[[NUMBER]]]]}}},
+    "correlations?": {f"{name}?": NUMBER for name in _CORRELATIONS},
+}
+_ARMS = {"arms": [_ARM]}
+_STUDY = {
+    "runs": [{**_ARM, "seed": int}],
+    "rows": [{**_CASE, "arm": str, "half_width?": NUMBER}],
+    "gates": [{"claim": str, "value": NUMBER, "bound": str, "holds": bool}],
+    "failures?": [{"arm": str, "seed": int, "error": str}],
+}
 
 
 def is_latent_run(folder: Path) -> bool:
-    """Whether a folder holds results of an arm, of several, or of a study."""
-    found = _results(folder)
-    return "arms" in found or _is_arm(found) or {"runs", "gates"} <= found.keys()
+    """Whether a folder is that of a study, or holds results of an arm or of several."""
+    return stage_of(folder) == "latent-study" or _form_of(_results(folder)) is not None
 
 
-def _is_arm(found: Mapping[str, Any]) -> bool:
-    return {"arm", "rows"} <= found.keys()
+def _form_of(found: Mapping[str, Any]) -> Any:
+    """The form that results of ours must have, see `eval.results_file`; None of others."""
+    names = {("runs", "gates"): _STUDY, ("arms",): _ARMS, ("arm", "rows"): _ARM}
+    return next((form for keys, form in names.items() if found.keys() >= set(keys)), None)
 
 
 def _results(folder: Path) -> dict[str, Any]:
     """What a folder's own file says, or without one, as in a seed's folder, its arms' files."""
-    if found := read_json(folder / _FILE):
+    if found := _read(folder / RESULTS_FILE):
         return found
-    below = {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{_FILE}"))}
-    arms = [{**arm, "name": name, "folder": name} for name, arm in below.items() if _is_arm(arm)]
+    below = {path.parent.name: _read(path) for path in sorted(folder.glob(f"*/{RESULTS_FILE}"))}
+    arms = [
+        {**arm, "name": name, "folder": name}
+        for name, arm in below.items()
+        if _form_of(arm) is _ARM
+    ]
     return {"arms": arms} if arms else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    return check_form(path, found, _form_of(found) or dict)
 
 
 def write_latent_report(folder: Path, out: Path | None = None) -> Path:
@@ -56,11 +90,16 @@ def write_latent_report(folder: Path, out: Path | None = None) -> Path:
 
     Raises:
         ReportError: The folder holds no latent results.
+        eval.results_file.ResultsError: They are missing, or broken.
     """
     out = out or folder
     found = _results(folder)
-    if not is_latent_run(folder):
-        raise ReportError(f"{folder}/{_FILE}: no results of `rivet latent` or `rivet latent-study`")
+    if not found and stage_of(folder) == "latent-study":
+        require(folder / RESULTS_FILE)
+    if _form_of(found) is None:
+        raise ReportError(
+            f"{folder}/{RESULTS_FILE}: no results of `rivet latent` or `rivet latent-study`"
+        )
     if "gates" not in found:
         runs = found["arms"] if "arms" in found else [{**found, "folder": "."}]
         return _write_arms(folder, runs, out)
@@ -76,14 +115,14 @@ def write_latent_report(folder: Path, out: Path | None = None) -> Path:
             [{**run, "name": f"{label_of(run)}, seed {run['seed']}"} for run in found["runs"]]
         ),
         "Seeds": _seed_links(seeds, found.get("failures", [])),
-        "Settings": settings(read_json(folder / "config.json")),
+        "Settings": settings(read_json(folder / CONFIG_FILE)),
     }
     return _write_page(out, folder, sections)
 
 
 def _write_arms(folder: Path, results: Sequence[Result], out: Path) -> Path:
     """The page of arms that lie below a folder (or are it)."""
-    config = read_json(run_folder(folder, results[0]) / "config.json") if results else {}
+    config = read_json(run_folder(folder, results[0]) / CONFIG_FILE) if results else {}
     sections = {
         "Accuracy": _accuracy(results),
         "What the policy uses": _interventions(results),
@@ -137,7 +176,7 @@ def _mean_bars(rows: Iterable[Result], name: str = "arm") -> list[Bar]:
     """Means over seeds with their 95% intervals, cut off at 0 and 1."""
     bars = []
     for n, row in enumerate(rows):
-        mean, half = row["accuracy"], row["half_width"] or 0.0
+        mean, half = row["accuracy"], row.get("half_width") or 0.0
         bars.append(Bar(str(row[name]), mean, max(0.0, mean - half), min(1.0, mean + half), n))
     return bars
 
@@ -238,7 +277,7 @@ def _shares(folder: Path, results: Sequence[Result]) -> str:
         for family in attention.get("families", {}):
             series = {
                 name: [(x["step"], x[key]) for x in lines if x.get(key) is not None]
-                for name in attention["experts"]
+                for name in attention.get("experts", [])
                 for key in [f"attention/share/{family}/{name}"]
             }
             series = {name: points for name, points in series.items() if points}
@@ -254,7 +293,7 @@ def _heads(results: Sequence[Result]) -> str:
     for result in results:
         attention = result.get("attention") or {}
         for family, found in attention.get("families", {}).items():
-            names = [*attention["experts"], "none"]
+            names = [*attention.get("experts", []), "none"]
             head = "".join(f"<th>{escape(n)}</th>" for n in names)
             rows = []
             for b, block in enumerate(found["shares"]):
@@ -276,16 +315,17 @@ def _heads(results: Sequence[Result]) -> str:
 
 def _correlations(results: Sequence[Result]) -> str:
     """Spearman correlation of entropy with reward, of values and of first differences."""
-    names = ("per_head", "per_head_differences", "head_averaged", "head_averaged_differences")
     rows = []
     for result in results:
         found = result.get("correlations") or {}
-        if any(found.get(name) is not None for name in names):
-            cells = "".join(f'<td class="num">{_number(found.get(name))}</td>' for name in names)
+        if any(found.get(name) is not None for name in _CORRELATIONS):
+            cells = "".join(
+                f'<td class="num">{_number(found.get(name))}</td>' for name in _CORRELATIONS
+            )
             rows.append(f"<tr><td>{escape(label_of(result))}</td>{cells}</tr>")
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in _CORRELATIONS)
     return (
         f'<div class="card"><table><tr><th>arm</th>{head}</tr>{"".join(rows)}</table>'
         '<p class="note">Spearman, over training steps. Two curves that both drift correlate '

@@ -32,12 +32,14 @@ from eval.charts import comparison_table, curve_panels, outcome_chart, phase_tab
 from eval.gather import ReportError, gather, read_metrics
 from eval.latent_report import is_latent_run, write_latent_report
 from eval.page import asset, page, settings
+from eval.results_file import ResultsError
 from eval.study_report import is_study, write_study_report
-from eval.table import markdown_table, results_table
+from eval.table import markdown_cell, markdown_table, results_table
 from eval.viewer import Shelf, pack_blocks, thin_out
-from rivet.files import atomic_write_text
-from rivet.store import TrajectoryStore
-from rivet.tokenization import ProtocolTokenizer
+from rivet.checkpoints import CheckpointError, load_tokenizer
+from rivet.files import DiskFullError, atomic_write_text, is_leftover
+from rivet.store import StoreError, TrajectoryStore
+from rivet.tokenization import ProtocolTokenizer, TokenizerError
 
 MAX_TRAJECTORIES = 5000
 # Folders with a page of another form: whether one is such, what writes it, and its name.
@@ -107,28 +109,46 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, nargs="+", help="run folders, such as runs/demo")
     parser.add_argument("--out", type=Path, help="where to write; default: the first run folder")
     parser.add_argument("--tokenizer", type=Path, help="checkpoint whose tokenizer reads the texts")
-    parser.add_argument("--max-trajectories", type=int, default=MAX_TRAJECTORIES)
+    parser.add_argument(
+        "--max-trajectories", type=_at_least_one, default=MAX_TRAJECTORIES, help="in the viewer"
+    )
     args = parser.parse_args(argv)
-    tokenizer = ProtocolTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
+    out = args.out or args.run[0]
     try:
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
         for is_such, write, what in OWN_PAGES:
             if any(map(is_such, args.run)):
                 if len(args.run) > 1:
                     raise ReportError(f"a {what} has a page of its own; give it alone")
                 print(f"report: {write(args.run[0], args.out)}")
                 return 0
-        found = gather(args.run, tokenizer)
-    except ReportError as error:
+        written = write_report(
+            out,
+            **gather(args.run, tokenizer),
+            title=f"rivet report: {', '.join(run.resolve().name for run in args.run)}",
+            max_trajectories=args.max_trajectories,
+        )
+    except (ResultsError, CheckpointError, TokenizerError, StoreError) as error:
         print(f"rivet report: {error}", file=sys.stderr)
         return 1
-    written = write_report(
-        args.out or args.run[0],
-        **found,
-        title=f"rivet report: {', '.join(run.resolve().name for run in args.run)}",
-        max_trajectories=args.max_trajectories,
-    )
+    except DiskFullError:
+        raise
+    except OSError as error:
+        where = Path(error.filename or out)
+        print(
+            f"rivet report: {where.parent if is_leftover(where) else where}: "
+            f"{error.strerror or error}; expected files to read and a folder to write into (--out)",
+            file=sys.stderr,
+        )
+        return 1
     print(f"report: {written}")
     return 0
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _shelves(
@@ -211,15 +231,22 @@ def _markdown(
 ) -> str:
     from eval.compare import describe
 
-    parts = [f"# {title}"]
+    parts = [f"# {markdown_cell(title)}"]
     if rows:
         parts.append(markdown_table(rows))
     if comparisons:
-        lines = [line for c in comparisons for line in describe(dict(c)).splitlines()]
-        parts.append("\n".join(f"{'' if line[0] == ' ' else '- '}{line}" for line in lines))
+        described = [describe(dict(c)).split("\n") for c in comparisons]
+        lines = [
+            f"{'  ' if n else '- '}{markdown_cell(line)}"
+            for lines in described
+            for n, line in enumerate(lines)
+        ]
+        parts.append("\n".join(lines))
     if phases:
         lines = ["| phase | wall s | CPU s |", "|---|---:|---:|"]
-        lines += [f"| {p['name']} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} |" for p in phases]
+        lines += [
+            f"| {markdown_cell(p['name'])} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} |" for p in phases
+        ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.charts import phase_table
-from eval.gather import ReportError, read_json
+from eval.gather import PHASE, ReportError
 from eval.page import cards, page, settings
 from eval.plots import Dots, dot_chart, figure
+from eval.results_file import CONFIG_FILE, RESULTS_FILE, read_json, require, stage_of
 from eval.study_table import (
+    ROW,
     Checkpoint,
     Metric,
     Row,
@@ -42,17 +44,18 @@ from eval.study_table import (
 from rivet.files import atomic_write_text
 from rivet.trajectory import MODES
 
-_RESULTS, _CONFIG = "results.json", "config.json"
+_FAILURE = {"seed": int, "arm": str, "error": str}
+_RESULTS = {"rows?": [ROW], "failures?": [_FAILURE], "phases?": [PHASE]}
+_CONFIG = {"config?": {"seeds?": [int], "arms?": {str: {"stage2?": [str]}}}}
 
 Cell = str | tuple[str, str]  # text, or a number and a fainter line below it
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder holds results of a study, if only of its first seeds and arms."""
-    found = read_json(folder / _RESULTS)
-    if found and read_json(folder / _CONFIG).get("stage") == "study":
+    """Whether a folder is that of a study, or holds rows of one, if only of its first seeds."""
+    if stage_of(folder) == "study":
         return True
-    rows = found.get("rows")
+    rows = read_json(folder / RESULTS_FILE).get("rows")
     return isinstance(rows, list) and bool(rows) and all(map(is_row, rows))
 
 
@@ -67,11 +70,14 @@ def write_study_report(folder: Path, out: Path | None = None) -> Path:
         Path of the page.
 
     Raises:
-        ReportError: The folder holds no results of a study.
+        ReportError: The folder is not that of a study.
+        eval.results_file.ResultsError: Its results or settings are missing, or broken.
     """
     if not is_study(folder):
-        raise ReportError(f"{folder}/{_RESULTS}: no results of `rivet study`")
-    found, config = read_json(folder / _RESULTS), read_json(folder / _CONFIG)
+        raise ReportError(f"{folder}/{RESULTS_FILE}: no results of `rivet study`")
+    require(folder / RESULTS_FILE)
+    found = read_json(folder / RESULTS_FILE, _RESULTS)
+    config = read_json(folder / CONFIG_FILE, _CONFIG)
     asked = config.get("config") or {}
     rows, failures = found.get("rows") or [], found.get("failures") or []
     arms = list(asked.get("arms") or {})

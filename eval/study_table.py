@@ -16,12 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.metrics import half_width
+from eval.results_file import NUMBER
+from eval.table import markdown_cell
 from rivet.trajectory import MODES
 
 Row = Mapping[str, Any]
 
 _KEYS = ("seed", "arm", "checkpoint", "stage2", "condition")
 _VALUES = "n accuracy ci_low ci_high well_formed route_accuracy fabricated_output_rate".split()
+# The form of a row, see `eval.results_file`.
+ROW = {
+    "seed": int,
+    **dict.fromkeys(("arm", "checkpoint", "stage2", "condition"), str),
+    **dict.fromkeys((f"{name}?" for name in _VALUES), NUMBER),
+    "by?": {"family?": {str: {"value": NUMBER}}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +141,7 @@ def table(rows: Sequence[Row], arms: Sequence[str] = ()) -> str:
     for checkpoint in checkpoints:
         cells = [mean_and_seeds(checkpoint.values(metric), seeds) for metric in metrics]
         shown = [f"{mean} ({each})" if each else mean for mean, each in cells]
-        label = checkpoint.label.replace("|", "\\|")
-        lines.append(f"| {label} | {' | '.join(shown)} |")
+        lines.append(f"| {markdown_cell(checkpoint.label)} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -12,6 +12,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
+def markdown_cell(text: str) -> str:
+    """Text as one cell of a Markdown table: one line, which neither ends the cell nor is markup."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
 # Header, whether it is a number, and what stands in it.
 _COLUMNS: list[tuple[str, bool, Any]] = [
     ("checkpoint", False, lambda r: "" if r.get("is_part") else str(r["checkpoint"])),
@@ -27,9 +32,7 @@ _COLUMNS: list[tuple[str, bool, Any]] = [
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of results as a Markdown table, a line per benchmark below each; shares in percent."""
     cells = [[name for name, _, _ in _COLUMNS]]
-    cells += [
-        [show(row).replace("|", "\\|") for _, _, show in _COLUMNS] for row in with_parts(rows)
-    ]
+    cells += [[markdown_cell(show(row)) for _, _, show in _COLUMNS] for row in with_parts(rows)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(_COLUMNS))]
     lines = [_markdown_line(line, widths) for line in cells]
     rule = [

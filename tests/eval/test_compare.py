@@ -19,6 +19,7 @@ from eval.compare import (
 )
 from eval.conditions import ConditionError, read_condition, write_condition
 from eval.generate import sample
+from eval.results_file import ResultsError
 from eval.summary import summarise
 from rivet.rollout.backend import SamplingParams
 from rivet.store import TrajectoryStore
@@ -163,10 +164,35 @@ async def test_other_prompts_are_refused_unless_allowed(problems, prompts, tmp_p
     assert compare(a, b, across_prompts=True)["overall"]["difference"] == 0
 
 
+async def test_a_gap_is_of_conditions_that_were_sampled_alike(problems, prompts, tmp_path) -> None:
+    a = read_condition(await evaluate(tmp_path / "a", problems, prompts))
+    b = read_condition(await evaluate(tmp_path / "b", problems, prompts, mode="local"))
+    assert compare(a, b)["name"] == "expert-removal gap"
+    assert "sampled with" not in describe(compare(a, b))
+    b.settings["sampling"] |= {"temperature": 0.0}
+    result = compare(a, b)
+    assert result["name"] == "difference"
+    assert "not of the checkpoints alone: sampled with temperature 1.0 and 0.0" in describe(result)
+
+
 async def test_a_folder_without_results_is_refused_with_a_hint(problems, prompts, tmp_path) -> None:
-    await evaluate(tmp_path / "run" / "local", problems, prompts)
-    with pytest.raises(ConditionError, match="did you mean one of local"):
+    condition = await evaluate(tmp_path / "run" / "local", problems, prompts)
+    with pytest.raises(ConditionError, match="did you mean one of local in it"):
         read_condition(tmp_path / "run")
-    (tmp_path / "run" / "local" / "scores.json").write_text("[")
-    with pytest.raises(ConditionError, match=r"scores\.json: cannot be read"):
-        read_condition(tmp_path / "run" / "local")
+    for n in range(4):
+        deep = tmp_path / "run" / f"seed-{n}" / "eval" / "local"
+        deep.mkdir(parents=True)
+        (deep / "scores.json").write_text("[]")
+    with pytest.raises(ConditionError, match=r"local, seed-0/eval/local, .*\(5 in all\) in it"):
+        read_condition(tmp_path / "run")
+    with pytest.raises(ConditionError, match="run `rivet eval`"):
+        read_condition(tmp_path / "none")
+    results = condition / "results.json"
+    whole = json.loads(results.read_text())
+    results.write_text(json.dumps({k: v for k, v in whole.items() if k != "accuracy"}))
+    with pytest.raises(ResultsError, match=r"results\.json: it has no accuracy"):
+        read_condition(condition)
+    results.write_text(json.dumps(whole))
+    (condition / "scores.json").write_text("[")
+    with pytest.raises(ResultsError, match=r"scores\.json: cannot be read"):
+        read_condition(condition)

@@ -327,6 +327,149 @@ def test_the_command_gathers_a_run_folder(rows_of, tag_tokenizer, tmp_path, caps
     assert (out / "report.html").is_file()
 
 
+def write_evaluation(folder: Path, rows: list[dict[str, Any]], **results: Any) -> Path:
+    """A finished evaluation as far as a report reads it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"stage": "eval"}))
+    (folder / "finished.json").write_text("{}")
+    (folder / "results.json").write_text(json.dumps({"rows": rows, **results}))
+    return folder
+
+
+def eval_row(accuracy: float, condition: str = "experts") -> dict[str, Any]:
+    bounds = {"ci_low": 0.0, "ci_high": 1.0, "n": 4}
+    return {"checkpoint": "stage1", "condition": condition, "accuracy": accuracy, **bounds}
+
+
+DIFFERENCE = {"difference": -0.1, "ci_low": -0.2, "ci_high": 0.0, "p_value": 0.5, "n": 4}
+GAP = {
+    "name": "expert-removal gap",
+    "a": "stage1/experts",
+    "b": "stage1/local",
+    "accuracy_a": 0.5,
+    "accuracy_b": 0.4,
+    "overall": {**DIFFERENCE, "is_real": False},
+    "by_source": {},
+    "unpaired": 0,
+}
+
+
+def test_evaluations_that_call_their_checkpoint_alike_are_told_apart(tmp_path: Path) -> None:
+    for arm in ("a", "b"):
+        greedy = [eval_row(0.5), eval_row(0.4, "local")]
+        write_evaluation(tmp_path / arm / "eval" / "stage1", greedy, comparisons=[GAP])
+    write_evaluation(tmp_path / "a" / "eval" / "stage1-sampled", [eval_row(0.3)])
+
+    def names(*runs: Path) -> tuple[list[str], list[str]]:
+        found = gather(runs)
+        return [row["checkpoint"] for row in found["rows"]], [
+            c[side] for c in found["comparisons"] for side in ("a", "b")
+        ]
+
+    # One evaluation keeps the name that it gave itself.
+    assert names(tmp_path / "b") == (["stage1"] * 2, ["stage1/experts", "stage1/local"])
+    assert names(tmp_path / "a") == (
+        ["stage1", "stage1", "stage1-sampled"],
+        ["stage1/experts", "stage1/local"],
+    )
+    rows, sides = names(tmp_path)
+    sampled = "a/eval/stage1-sampled"
+    assert rows == ["a/eval/stage1"] * 2 + [sampled] + ["b/eval/stage1"] * 2
+    assert sides[2:] == ["b/eval/stage1/experts", "b/eval/stage1/local"]
+    rows, _ = names(tmp_path / "a", tmp_path / "b" / "eval")
+    assert rows[2:] == ["a: eval/stage1-sampled", "eval: stage1", "eval: stage1"]
+    # In the table, and whole in the charts.
+    assert main([str(tmp_path)]) == 0
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    assert page.text.count(sampled) == 1 and f"{sampled} / experts" in page.text
+
+
+def test_runs_of_one_name_are_told_apart_by_the_folders_they_lie_in(tmp_path: Path) -> None:
+    for seed in ("seed-1", "seed-2"):
+        folder = write_evaluation(tmp_path / seed / "arm", [eval_row(0.5)])
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    found = gather([tmp_path / "seed-1" / "arm", tmp_path / "seed-2" / "arm"])
+    names = ["seed-1/arm", "seed-2/arm"]
+    assert [row["checkpoint"] for row in found["rows"]] == [f"stage1 ({name})" for name in names]
+    assert list(found["curves"]) == [f"{name}: {name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('{"rows": [{"checkp', "cannot be read as JSON"),
+        ("7", "it is 7; expected an object"),
+        (None, "no such file"),
+        ('{"rows": {"a": 1}}', 'rows is {"a": 1}; expected a list'),
+        ('{"rows": [{"checkpoint": "c"}]}', "rows[0] has no condition"),
+        (json.dumps({"rows": [eval_row(0.5) | {"accuracy": "x"}]}), 'rows[0].accuracy is "x"'),
+        (json.dumps({"rows": [eval_row(0.5) | {"by": [1]}]}), "rows[0].by is [1]"),
+        (json.dumps({"rows": [], "phases": [{"name": "x"}]}), "phases[0] has no wall_s"),
+        (json.dumps({"comparisons": [GAP | {"overall": {}}]}), "comparisons[0].overall has no"),
+    ],
+)
+def test_a_broken_results_file_inside_a_run_is_named_and_no_row_drops_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, fault: str
+) -> None:
+    write_evaluation(tmp_path / "eval" / "whole", [eval_row(0.5)])
+    broken = write_evaluation(tmp_path / "eval" / "broken", []) / "results.json"
+    if content is None:
+        broken.unlink()
+    else:
+        broken.write_text(content)
+    assert main([str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"rivet report: {broken}: {fault}") and len(told.splitlines()) == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_a_report_cannot_read_or_write_is_one_line(
+    tag_tokenizer, tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    run = write_evaluation(tmp_path / "run", [eval_row(0.5)])
+    (run / "checkpoint").mkdir()
+    tag_tokenizer.hf.save_pretrained(run / "checkpoint")
+    tokenizer = run / "checkpoint" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text()[:500])
+    TrajectoryStore(run / "trajectories").write("part-00000", [])
+
+    def told(*arguments: str) -> str:
+        assert main([str(run), *arguments]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        return lines[0].removeprefix("rivet report: ")
+
+    cannot = f"{run}/checkpoint: its tokenizer cannot be loaded: "
+    assert told().startswith(cannot)
+    assert told("--tokenizer", str(run / "checkpoint")).startswith(cannot)
+    assert told("--tokenizer", f"{tmp_path}/none").startswith(f"{tmp_path}/none: no such folder")
+    shutil.rmtree(run / "trajectories")
+    file = run / "results.json"
+    assert told("--out", f"{file}/x").startswith(f"{file}/x: Not a directory; expected")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(denied(run)))
+    assert told().startswith(f"{run}: Permission denied; expected files to read and a folder to")
+    for number in ("0", "-1", "x"):
+        with pytest.raises(SystemExit) as stop:
+            main([str(run), f"--max-trajectories={number}"])
+        assert stop.value.code == 2 and "at least 1" in capsys.readouterr().err
+
+
+def denied(folder: Path) -> OSError:
+    return PermissionError(13, "Permission denied", str(folder / ".report.md.tmp-1"))
+
+
+def test_hostile_names_end_no_cell_of_markdown_and_are_no_markup(tmp_path: Path) -> None:
+    name = "<script>\n| a\n\n# b\u2028c"
+    rows = [eval_row(0.5) | {"checkpoint": name}]
+    phases = [{"name": name, "wall_s": 1.0, "cpu_s": 1.0}]
+    gap = GAP | {"a": name, "by_source": {name: GAP["overall"]}}
+    write_report(tmp_path, rows=rows, phases=phases, comparisons=[gap], title=name)
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert "<" not in text and "\u2028" not in text
+    assert "".join(line[0] for line in text.split("\n") if line) == "#|||-  |||"
+    assert text.count("&lt;script> \\| a # b c |") == 2
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 

@@ -16,7 +16,7 @@ from eval.report import main as report
 from eval.study_report import write_study_report
 from eval.study_table import Metric, checkpoints_of, paired, results_csv, table
 
-HOSTILE = "<script>alert('&')</script>\"|"
+HOSTILE = "<script>alert('&')</script>\"|\nx"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -267,6 +267,7 @@ def test_hostile_names_are_text_everywhere(tmp_path: Path) -> None:
     ElementTree.parse(folder / "figure.svg")
     lines = (folder / "table.md").read_text(encoding="utf-8").splitlines()[2:]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {4}
+    assert not any("<" in line or not line.startswith("|") for line in lines)
 
 
 def test_the_command_writes_every_file_of_an_unfinished_study(
@@ -287,14 +288,61 @@ def test_the_command_writes_every_file_of_an_unfinished_study(
     assert "Nothing yet of seed 1: b." in (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_folder_without_results_is_no_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"stage": "study", "config": {}}))
-    assert report([str(tmp_path)]) == 1
-    assert "found no results.json" in capsys.readouterr().err
+def test_a_folder_that_is_no_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="no results of `rivet study`"):
         write_study_report(tmp_path)
+
+
+def changed(row: dict[str, Any], **values: Any) -> str:
+    return json.dumps({"rows": [row | values]})
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "no such file"),
+        ('{"rows": [{"seed": 1', "cannot be read as JSON"),
+        ('"a"', 'it is "a"; expected an object'),
+        ('{"rows": 5}', "rows is 5; expected a list"),
+        ('{"rows": {"a": 1}}', 'rows is {"a": 1}; expected a list'),
+        (changed(row(1, "a", 0.5), accuracy="x"), 'rows[0].accuracy is "x"; expected a number'),
+        (changed(row(1, "a", 0.5), seed="one"), 'rows[0].seed is "one"; expected an integer'),
+        (changed(row(1, "a", 0.5), by={"family": {"gcd": 3}}), "rows[0].by.family.gcd is 3"),
+        ('{"rows": [], "failures": ["x"]}', 'failures[0] is "x"; expected an object'),
+        ('{"rows": [], "phases": [{"name": "a"}]}', "phases[0] has no wall_s"),
+    ],
+)
+def test_broken_results_of_a_study_are_named_and_make_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, fault: str
+) -> None:
+    folder = study(tmp_path / "s", [row(1, "a", 0.5)], config={})
+    (folder / "results.json").unlink()
+    if content is not None:
+        (folder / "results.json").write_text(content)
+    # What its arms left would make a page of all of them under one name.
+    inside = folder / "seed-1" / "a" / "eval" / "stage1"
+    inside.mkdir(parents=True)
+    own = {k: v for k, v in row(1, "", 0.5).items() if k not in ("seed", "arm")}
+    (inside / "results.json").write_text(json.dumps({"rows": [own]}))
+    assert report([str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"rivet report: {folder}/results.json: {fault}")
+    assert "run `rivet study` for" in told and len(told.splitlines()) == 1
+    assert sorted(p.name for p in folder.glob("*.*")) == sorted(
+        ["config.json"] + ["results.json"] * (content is not None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arms", "fault"),
+    [(["x"], 'config.arms is ["x"]; expected'), ({"x": None}, "config.arms.x is null; expected")],
+)
+def test_broken_settings_of_a_study_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arms: Any, fault: str
+) -> None:
+    folder = study(tmp_path / "s", [row(1, "a", 0.5)], config={"seeds": [1], "arms": arms})
+    assert report([str(folder)]) == 1
+    assert f"{folder}/config.json: {fault} an object" in capsys.readouterr().err
 
 
 def test_a_study_is_reported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

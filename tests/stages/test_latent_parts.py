@@ -271,6 +271,33 @@ def test_a_latent_run_is_reported_alone(tmp_path: Path, capsys: pytest.CaptureFi
         write_latent_report(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["results.json", "full/results.json"])
+def test_broken_latent_results_are_named_and_make_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write_runs(tmp_path, study_runs())
+    whole = json.dumps({"arms": study_runs()} if "/" not in name else study_runs()[0])
+    for content, fault in (
+        (whole[: len(whole) // 2], "cannot be read as JSON"),
+        ("[]", "it is []; expected an object"),
+        (whole.replace('"accuracy": 0.3', '"accuracy": "x"'), 'rows[0].accuracy is "x"; expected'),
+    ):
+        (tmp_path / name).write_text(content)
+        assert report([str(tmp_path)]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"rivet report: {tmp_path / name}: ") and fault in told
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_latent_study_without_its_results_is_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_runs(tmp_path / "seed-1", study_runs())
+    (tmp_path / "config.json").write_text('{"stage": "latent-study"}')
+    assert report([str(tmp_path)]) == 1
+    assert f"{tmp_path}/results.json: no such file" in capsys.readouterr().err
+
+
 def test_a_study_checks_the_settings_of_every_arm_before_it_starts(tmp_path: Path) -> None:
     config = load_config(
         LatentStudyConfig,
