@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from data.problems import Problem
-from eval.conditions import STORE, ConditionError, read_condition, write_condition
+from eval.conditions import STORE, Condition, ConditionError, read_condition, write_condition
 from eval.config import EvalConfig
 from eval.grade import grade_trajectory
 from eval.main import load_test_set
+from eval.results_file import RESULTS_FILE
 from eval.store_settings import FILE_NAME
 from eval.summary import summarise
 from eval.table import markdown_table
@@ -74,7 +75,8 @@ def regrade(
 
     Raises:
         rivet.runs.RunDirError: `run` is no finished evaluation, or `out` is in use.
-        ConditionError: A condition is not finished, or its problems are not there any more.
+        ConditionError: A condition is not finished, or its problems or some rows are not there any
+            more.
     """
     source = RunDir.load(run, stage="eval")
     _ = source.results  # refuses an unfinished run
@@ -90,7 +92,7 @@ def regrade(
     ):
         for mode in config.conditions:
             before = read_condition(run / mode)
-            graded = asyncio.run(_grade_all(grader, problems, before.store))
+            graded = asyncio.run(_grade_all(grader, problems, before))
             _write_store(out / mode / STORE, graded, before.settings, grading)
             summary = summarise(graded, competent=competent)
             row = {name: before.results[name] for name in ("checkpoint", "condition")} | summary
@@ -104,10 +106,17 @@ def regrade(
 
 
 async def _grade_all(
-    grader: Grader, problems: Sequence[Problem], store: TrajectoryStore
+    grader: Grader, problems: Sequence[Problem], before: Condition
 ) -> list[Trajectory]:
     by_id = {problem.id: problem for problem in problems}
+    store = before.store
     rows = store.load()
+    counted = sum((before.results.get("outcomes") or {}).values())
+    if counted and len(rows) != counted:
+        raise ConditionError(
+            f"{store.folder}: {len(rows)} rows, but {before.folder / RESULTS_FILE} counts "
+            f"{counted}: shards were lost or added; restore them, or evaluate again"
+        )
     missing = sorted({t.problem_id for t in rows} - by_id.keys())
     if missing:
         raise ConditionError(

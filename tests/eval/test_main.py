@@ -19,7 +19,7 @@ import eval.main
 from data.benchmarks import BenchmarkError
 from data.problems import ProblemFileError
 from eval.compare import compare
-from eval.conditions import read_condition
+from eval.conditions import ConditionError, read_condition
 from eval.config import EvalConfig
 from eval.main import EvalError, main, open_checkpoint, run
 from eval.regrade import main as regrade
@@ -400,6 +400,9 @@ def test_samples_are_graded_again_under_other_rules_without_sampling(
     assert again.settings["settings"]["grading"] == "eval"
     before = read_condition(tmp_path / "run" / "local")
     assert compare(before, again)["overall"]["difference"] == 0
+    before.store.write("part-00001", before.store.load()[:1])
+    with pytest.raises(ConditionError, match=r"7 rows, but .*results\.json counts 6: shards were"):
+        regrade([str(tmp_path / "run"), "--out", str(tmp_path / "odd"), "--grading", "eval"])
     (tmp_path / "run" / "finished.json").unlink()
     with pytest.raises(RunDirError, match="not finished"):
         regrade([str(tmp_path / "run"), "--out", str(tmp_path / "more"), "--grading", "eval"])
