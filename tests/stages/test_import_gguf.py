@@ -158,13 +158,16 @@ def test_a_folder_in_use_is_left_alone(tmp_path) -> None:
 
 
 def test_a_file_cut_anywhere_is_called_so(tmp_path) -> None:
+    pytest.importorskip("gguf")
     metadata = fields() | {"general.architecture": "llama"} | LLAMA
     file = write_gguf(tmp_path / "m.gguf", metadata, llama_tensors(metadata))
     check_whole(file)
     content = file.read_bytes()
     for size in (4, 30, 700, 3000, len(content) // 2, len(content) - 40):
         file.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=f"cut short: download it again .*{size} bytes"):
+        with pytest.raises(
+            ValueError, match=f"its {size} bytes .* is cut short or damaged, download"
+        ):
             check_whole(file)
     for other in (b"", b"PK\x03\x04"):
         file.write_bytes(other)
@@ -335,7 +338,7 @@ def test_what_is_wrong_is_refused_before_the_weights_are_converted(tmp_path, mon
     with pytest.raises(ImportGgufError, match="--end 'print the': 2 tokens of this model"):
         import_gguf(file, tmp_path / "out", ends=["print the"])
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ImportGgufError, match=r"m\.gguf: cannot be read: the file is cut short"):
+    with pytest.raises(ImportGgufError, match=r"m\.gguf: cannot be read: .* the file is cut short"):
         import_gguf(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
