@@ -16,7 +16,6 @@ An interrupted demo goes on where it was; a finished one is shown again.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.results_file import RESULTS_FILE, read_json, require
 from rivet.config import parse_config
 from rivet.config_help import to_plain
 from rivet.files import atomic_write_json
@@ -78,7 +78,7 @@ def run(config: DemoConfig) -> dict[str, Any]:
             "export": str(export),
             "answer": answer,
         }
-        atomic_write_json(folder / "results.json", results)
+        atomic_write_json(folder / RESULTS_FILE, results)
         _report(folder, results, config)
         run_dir.finish({"export": str(export)})
     return results
@@ -210,7 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = run(config)
     except RunFinishedError:
         logger.info("%s is finished; --overwrite true runs it again", folder)
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        require(folder / RESULTS_FILE)
+        results = read_json(folder / RESULTS_FILE, {"rows": [dict]})
     show(folder, results)
     return 0
 

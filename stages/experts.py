@@ -98,7 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         help="what runs the model (default: transformers)",
     )
     serve.add_argument(
-        "--max-batch", type=int, default=16, help="questions answered at once, at least 1 (default: 16)"
+        "--max-batch",
+        type=int,
+        default=16,
+        help="questions answered at once, at least 1 (default: 16)",
     )
     serve.add_argument("--dtype", default="auto", help="format of the weights (default: theirs)")
     serve.add_argument("--device", help="such as cuda:0 (default: a GPU if there is one)")

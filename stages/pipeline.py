@@ -235,11 +235,14 @@ class Pipeline:
     ) -> list[dict[str, Any]]:
         from eval.config import EvalConfig
         from eval.main import run as run_eval
+        from eval.results_file import RESULTS_FILE, read_json, require
 
         name = f"eval/{folder}"
         wiring |= {"model": str(checkpoint), "label": label, "experts": str(self.experts)}
         self._run("eval", name, EvalConfig, run_eval, **wiring)
-        return json.loads((self.folder / name / "results.json").read_text())["rows"]
+        path = self.folder / name / RESULTS_FILE
+        require(path)
+        return read_json(path, {"rows": [dict]})["rows"]
 
     def _run(self, phase: str, name: str, config_class: Any, run: Any, **wiring: Any) -> Any:
         """Run a phase unless it is finished; gives what it made: a path, or what `run` returns."""

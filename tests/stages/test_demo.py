@@ -13,10 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval.results_file import ResultsError
 from rivet.config import ConfigError, load_config
+from rivet.runs import RunDir, RunFinishedError
 from rivet.settings import ProtocolSettings
 from stages.demo import RECIPE, DemoConfig, main, results_table
-from stages.pipeline import Phases, check_overrides, give_memory_back
+from stages.pipeline import (
+    Phases,
+    Pipeline,
+    PipelineConfig,
+    check_overrides,
+    give_memory_back,
+)
 
 REPO = Path(__file__).parents[2]
 # Nothing is learnt at this size; what is tested is that every phase runs and hands on.
@@ -121,6 +129,24 @@ def test_broken_phase_times_are_begun_anew(
     path.write_text(text)
     assert Phases.load(path).seconds == {}
     assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("text", [None, '{"rows": [', "[]"])
+def test_results_of_a_finished_evaluation_that_are_broken_are_named(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finished(config: object) -> None:
+        raise RunFinishedError
+
+    monkeypatch.setattr("eval.main.run", finished)
+    folder = tmp_path / "eval" / "warm"
+    with RunDir.open(folder, {}, stage="eval") as run:
+        run.finish()
+    if text is not None:
+        (folder / "results.json").write_text(text)
+    pipeline = Pipeline(tmp_path, PipelineConfig(), experts=tmp_path / "experts.yaml")
+    with pytest.raises(ResultsError, match="warm/results.json: .*remove .*finished.json"):
+        pipeline.evaluate(tmp_path, "warm", ["local"])
 
 
 @pytest.mark.slow
