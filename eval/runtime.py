@@ -189,8 +189,13 @@ def find_model(name: str | Path) -> Path:
         return folder / "checkpoint"
     owner, _, model = str(name).partition("/")
     is_hub_name = bool(owner and model) and "/" not in model and owner not in (".", "..")
-    if folder.exists() or not is_hub_name or Path(owner).exists():
+    if folder.exists():
         return folder
+    if not is_hub_name or Path(owner).exists():
+        raise CheckpointError(
+            f"{name}: no such folder; expected that of a checkpoint, a run or a pretrained model, "
+            "or the name of a model of the Hub, USER/MODEL"
+        )
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

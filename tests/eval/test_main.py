@@ -439,6 +439,10 @@ def test_the_model_of_a_run_folder_and_of_the_hub_s_cache_are_found(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="owner/none: no such folder, and it cannot be had"):
         find_model("owner/none")
+    # Neither a folder nor what the Hub could have: nothing is asked of it.
+    for name in ("nosuch", "./nosuch", "runs/a/b", str(checkpoint / "none")):
+        with pytest.raises(CheckpointError, match=f"^{name}: no such folder; expected"):
+            find_model(name)
     cached = tmp_path / "models--owner--tiny" / "snapshots" / "0"
     shutil.copytree(checkpoint, cached)
     (tmp_path / "models--owner--tiny" / "refs").mkdir()
