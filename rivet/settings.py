@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, Field, asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, get_type_hints
 
+from rivet.config_help import init_fields, shown
 from rivet.protocol import Style
 from rivet.rollout.types import RolloutLimits
+from rivet.typed_values import Mismatch, convert, describe
 
 PROTOCOL_VERSION = 1
 FILE_NAME = "rivet.json"
@@ -66,7 +68,8 @@ class ProtocolSettings:
         """Read `rivet.json` from a checkpoint folder.
 
         Raises:
-            SettingsError: It is missing, not readable, or of another protocol version.
+            SettingsError: It is missing, not readable, of another protocol version, or has a value
+                of another type.
         """
         path = Path(folder) / FILE_NAME
         if not path.is_file():
@@ -76,16 +79,51 @@ class ProtocolSettings:
             )
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            version = raw.pop("protocol_version")
-            if version != PROTOCOL_VERSION:
-                raise SettingsError(
-                    f"{path}: protocol_version is {version}, this rivet speaks "
-                    f"{PROTOCOL_VERSION}; use the rivet release that wrote the checkpoint"
-                )
-            experts = tuple(ExpertCard(**card) for card in raw.pop("experts"))
-            limits = RolloutLimits(**raw.pop("limits"))
-            return cls(experts=experts, limits=limits, **raw)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise SettingsError(
-                f"{path}: cannot be read ({error!r}); expected the file that rivet wrote"
+                f"{path}: cannot be read ({error}); expected the file that rivet wrote: copy the "
+                "checkpoint again"
             ) from error
+        raw = _typed(raw, dict, f"{path}")
+        version = _typed(raw.get("protocol_version"), int, f"{path}: protocol_version")
+        if version != PROTOCOL_VERSION:
+            raise SettingsError(
+                f"{path}: protocol_version is {version}, this rivet speaks "
+                f"{PROTOCOL_VERSION}; use the rivet release that wrote the checkpoint"
+            )
+        cards = _typed(raw.get("experts"), list, f"{path}: experts")
+        limits = _record(RolloutLimits, raw.get("limits"), f"{path}: limits")
+        experts = [_record(ExpertCard, c, f"{path}: experts[{n}]") for n, c in enumerate(cards)]
+        return _record(cls, {**raw, "experts": tuple(experts), "limits": limits}, f"{path}")
+
+
+R = TypeVar("R")
+
+
+def _record(cls: type[R], raw: Any, where: str) -> R:
+    """A dataclass of what a file has for it, each value checked against its field."""
+    fields, hints = init_fields(cls), get_type_hints(cls)
+    raw = _typed(raw, dict, where)
+    if unknown := sorted(set(raw) - set(fields)):
+        raise SettingsError(
+            f"{where}: {unknown[0]}: unknown; expected some of {', '.join(fields)}: remove it, or "
+            "use the rivet release that wrote the checkpoint"
+        )
+    missing = {name for name, item in fields.items() if _is_needed(item)} - set(raw)
+    if missing:
+        raise SettingsError(f"{where}: {min(missing)} is missing; copy the checkpoint again")
+    return cls(**{n: _typed(value, hints[n], f"{where}: {n}") for n, value in raw.items()})
+
+
+def _is_needed(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    try:
+        return convert(value, hint)
+    except Mismatch as error:
+        raise SettingsError(
+            f"{where}: got {shown(value)}, expected {describe(hint)}; correct it, or copy the "
+            "checkpoint again"
+        ) from error

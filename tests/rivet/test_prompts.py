@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rivet.prompts import PromptBuilder
@@ -57,20 +59,42 @@ def test_settings_round_trip_through_a_checkpoint(tmp_path) -> None:
     assert ProtocolSettings.load(tmp_path) == settings
 
 
+def settings_text(**changed: object) -> str:
+    """A `rivet.json` with some of its values changed."""
+    return json.dumps({"protocol_version": 1, "experts": [], "limits": {}} | changed)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "no such file; expected a rivet checkpoint"),
         ("{", "cannot be read"),
-        ("[]", "cannot be read"),
+        ("[]", r"rivet\.json: got \[\], expected mapping"),
+        ("{}", "protocol_version: got null, expected integer"),
         ('{"protocol_version": 99}', "protocol_version is 99, this rivet speaks 1"),
-        ('{"protocol_version": 1, "experts": [], "limits": {}, "colour": 1}', "cannot be read"),
+        (settings_text(colour=1), "colour: unknown; expected some of prompt, after_tag"),
+        (settings_text(prompt="terse"), r"prompt: got terse, expected bare \| instruct"),
+        (settings_text(after_tag=None), "after_tag: got null, expected text"),
+        (settings_text(limits=None), "limits: got null, expected mapping"),
+        (
+            settings_text(limits={"max_expert_calls": "two"}),
+            r"rivet\.json: limits: max_expert_calls: got two, expected integer",
+        ),
+        (settings_text(experts={"name": "x"}), "experts: got {name: x}, expected list"),
+        (settings_text(experts=[{"name": "x"}, {}]), r"experts\[1\]: name is missing"),
+        (settings_text(experts=[{"name": 3}]), r"experts\[0\]: name: got 3, expected text"),
     ],
 )
 def test_broken_settings_are_named(tmp_path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "rivet.json").write_text(content)
     with pytest.raises(SettingsError, match=message):
+        ProtocolSettings.load(tmp_path)
+
+
+def test_settings_that_are_no_text_are_named(tmp_path) -> None:
+    (tmp_path / "rivet.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match=r"rivet\.json: cannot be read .*copy the checkpoint"):
         ProtocolSettings.load(tmp_path)
 
 
