@@ -28,7 +28,7 @@ from data.miniworld.dialogues import Dialogue, scripted_dialogues, tokenizer_cor
 from data.miniworld.experts import EXPERTS
 from data.miniworld.tasks import build_split, check_families, request_for
 from data.problems import Problem
-from rivet.checkpoints import CheckpointError
+from rivet.checkpoints import CheckpointError, check_weights
 from rivet.config import parse_config, setting
 from rivet.prompts import PromptBuilder
 from rivet.protocol import STOP_EXPERT, parse, split_reply
@@ -111,10 +111,12 @@ def run(config: WarmstartConfig) -> Path:
         rivet.checkpoints.CheckpointError: `model` is missing or broken.
     """
     assert config.output_dir is not None
+    # What can be wrong with `model` is found before a folder is made.
+    pretrained = _pretrained_tokenizer(config.model) if config.model else None
     with RunDir.open(
         config.output_dir, config, stage="warmstart", overwrite=config.overwrite
     ) as folder:
-        tokenizer, settings, model = _start(config)
+        tokenizer, settings, model = _start(config, pretrained)
         problems = build_split("train", config.problems_per_family, config.seed, config.families)
         endless = scripted_dialogues(problems, config.seed)
         dialogues = list(itertools.islice(endless, config.dialogues))
@@ -246,26 +248,34 @@ def copied_share(
     ) / len(problems)
 
 
+def _pretrained_tokenizer(model: str) -> ProtocolTokenizer:
+    """The tokenizer of a pretrained model whose weights are there, if it is a folder."""
+    try:
+        tokenizer = ProtocolTokenizer.from_pretrained(model)
+    except OSError as error:
+        if Path(model).exists():
+            raise
+        raise CheckpointError(
+            f"model: {model}: no such folder, and the Hub gives no such model "
+            f"({str(error).splitlines()[0]}); expected the folder of a pretrained model, such "
+            "as `rivet import-gguf` makes, or a name on the Hub"
+        ) from error
+    if Path(model).is_dir():
+        check_weights(Path(model))
+    return tokenizer
+
+
 def _start(
-    config: WarmstartConfig,
+    config: WarmstartConfig, pretrained: ProtocolTokenizer | None
 ) -> tuple[ProtocolTokenizer, ProtocolSettings, PreTrainedModel]:
     """The controller before training: a given one, or the mini controller from scratch."""
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in EXPERTS.values())
-    if config.model:
-        try:
-            tokenizer = ProtocolTokenizer.from_pretrained(config.model)
-            pretrained = load_controller(config.model, config)
-        except OSError as error:
-            if Path(config.model).exists():
-                raise
-            raise CheckpointError(
-                f"model: {config.model}: no such folder, and the Hub gives no such model "
-                f"({str(error).splitlines()[0]}); expected the folder of a pretrained model, such "
-                "as `rivet import-gguf` makes, or a name on the Hub"
-            ) from error
+    if pretrained:
         if (Path(config.model) / SETTINGS_FILE).is_file():
-            return tokenizer, ProtocolSettings.load(config.model), pretrained
-        return tokenizer, ProtocolSettings(prompt=config.prompt, experts=cards), pretrained
+            settings = ProtocolSettings.load(config.model)
+        else:
+            settings = ProtocolSettings(prompt=config.prompt, experts=cards)
+        return pretrained, settings, load_controller(config.model, config)
     tokenizer = build_tokenizer(
         tokenizer_corpus(seed=config.seed), vocab_size=config.vocab_size, words=list(EXPERTS)
     )

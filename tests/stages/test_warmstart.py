@@ -301,6 +301,7 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ProtocolTokenizer, "from_pretrained", nothing)
     with pytest.raises(CheckpointError, match="model: models/none: no such folder, and the Hub"):
         run(config_of(tmp_path / "run", model="models/none"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
