@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -24,11 +25,27 @@ def is_void(trajectory: Trajectory) -> bool:
     return not (trajectory.answer or trajectory.expert_calls or trajectory.code_runs)
 
 
-def problem_order(count: int, per_step: int, steps: int, *, seed: int, shuffle: bool) -> list[int]:
+def problem_order(
+    count: int,
+    per_step: int,
+    steps: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    strata: Sequence[str] | None = None,
+) -> list[int]:
     """Rows of the problems of every step, `per_step` distinct ones each, flat.
 
     Each pass over the problems has its own order, fixed by the seed; what is left at its end and
     does not fill a step is skipped.
+
+    Args:
+        count: Problems.
+        per_step: Problems of a step.
+        steps: Steps.
+        seed: Fixes the order.
+        shuffle: Whether there is one other than that of the rows.
+        strata: What each problem is of; every step has problems of each in proportion.
 
     Raises:
         ValueError: There are fewer problems than one step needs.
@@ -41,9 +58,22 @@ def problem_order(count: int, per_step: int, steps: int, *, seed: int, shuffle: 
         rows = list(range(count))
         if shuffle:
             random.Random(f"{seed}\x1f{epoch}").shuffle(rows)
+        if strata is not None:
+            rows = _spread(rows, strata)
         order += rows[: count - count % per_step]
         epoch += 1
     return order[: steps * per_step]
+
+
+def _spread(rows: Sequence[int], strata: Sequence[str]) -> list[int]:
+    """The rows with those of each stratum evenly over the whole, in their order."""
+    sizes = Counter(strata[row] for row in rows)
+    met = Counter[str]()
+    place: dict[int, float] = {}
+    for row in rows:
+        place[row] = (met[strata[row]] + 0.5) / sizes[strata[row]]
+        met[strata[row]] += 1
+    return sorted(rows, key=place.__getitem__)
 
 
 def roles_of(

@@ -58,6 +58,12 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
         1500, "Training problems of each mini-world family, at least 1."
     )
     families: list[str] = setting([], "Families of the mini-world that are trained on; empty: all.")
+    balance: str = setting(
+        "",
+        "A key of the problems' meta, such as `family`: every step has problems of each of its "
+        "values, in proportion; empty: as they are shuffled. For steps of few problems, which "
+        "would push one expert's name for all kinds of problems.",
+    )
     experts: str = setting(
         "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
     )

@@ -117,12 +117,20 @@ def read_problems(config: Stage1Config) -> list[Problem]:
 
     Raises:
         ProblemFileError: The file is broken.
-        ConfigError: There are fewer than one step takes.
+        ConfigError: There are fewer than one step takes, or they cannot be balanced.
     """
     if config.problems == "miniworld":
         problems = build_split("train", config.problems_per_family, config.seed, config.families)
     else:
         problems = load_gradable(config.problems)
+    if config.balance and not any(config.balance in p.meta for p in problems):
+        known = sorted({key for p in problems for key in p.meta})
+        raise ConfigError(
+            [
+                f"balance: {config.balance}: no problem of {config.problems} has it in its meta; "
+                f"expected one of {', '.join(known) or 'none, for they have no meta'}"
+            ]
+        )
     if len(problems) < config.prompts_per_step:
         raise ConfigError(
             [

@@ -116,6 +116,7 @@ class Stage1Trainer(GRPOTrainer):
             args.max_steps,
             seed=args.seed,
             shuffle=bool(args.shuffle_dataset),
+            strata=[str(p.meta.get(args.balance)) for p in problems] if args.balance else None,
         )
         # The row travels inside the message: a rollout function sees no other column.
         prompts = [

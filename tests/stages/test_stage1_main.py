@@ -20,7 +20,7 @@ from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings, SettingsError
 from rivet.store import TrajectoryStore
 from stages.stage1.config import Stage1Config
-from stages.stage1.main import main, run
+from stages.stage1.main import main, read_problems, run
 from stages.stage1.objective import ObjectiveSettings
 from stages.stage1.sampling import right_experts
 
@@ -125,6 +125,14 @@ def test_a_broken_problems_file_is_named_with_its_line(checkpoint: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"p\.jsonl holds 1; expected at least 2"):
         run(config(checkpoint, tmp_path / "run", problems=str(path)))
     assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def test_a_key_to_balance_by_that_no_problem_has_is_named_with_those_that_there_are(
+    checkpoint: Path,
+) -> None:
+    config = load_config(Stage1Config, RECIPE, model=str(checkpoint), balance="famly")
+    with pytest.raises(ConfigError, match="balance: famly: no problem of miniworld.*family"):
+        read_problems(config)
 
 
 def test_an_expert_that_does_not_answer_is_found_before_the_first_step(

@@ -367,6 +367,16 @@ def test_problems_come_in_seeded_passes_without_repeats_in_a_step() -> None:
         problem_order(2, 3, 1, seed=0, shuffle=True)
 
 
+def test_every_step_has_problems_of_each_stratum_in_proportion() -> None:
+    strata = ["a"] * 12 + ["b"] * 6 + ["c"] * 6
+    order = problem_order(24, 4, 12, seed=1, shuffle=True, strata=strata)
+    for n in range(0, 48, 4):
+        assert sorted(strata[row] for row in order[n : n + 4]) == ["a", "a", "b", "c"]
+    assert sorted(order[:24]) == list(range(24)), "a pass has every problem"
+    assert order[:24] != order[24:]
+    assert order == problem_order(24, 4, 12, seed=1, shuffle=True, strata=strata)
+
+
 def test_void_means_neither_answer_nor_action() -> None:
     t = scripted(Asked(PROBLEMS[0], 0, 1))
     assert not is_void(t)
