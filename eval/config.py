@@ -12,7 +12,7 @@ from rivet.checkpoints import Dtype
 from rivet.config import setting
 from rivet.rollout.backend import SamplingParams
 from rivet.rollout.backend_settings import BackendSettings
-from rivet.trajectory import MODES, Mode
+from rivet.trajectory import Mode, check_modes
 
 
 @dataclass
@@ -88,11 +88,7 @@ class EvalConfig(BackendSettings):
     )
 
     def __post_init__(self) -> None:
-        unknown = [c for c in self.conditions if c not in MODES]
-        if unknown or not self.conditions or len(set(self.conditions)) < len(self.conditions):
-            raise ValueError(
-                f"conditions is {self.conditions}; expected different ones of {', '.join(MODES)}"
-            )
+        check_modes("conditions", self.conditions)
         for name in ("problems_per_family", "samples_per_problem", "batch_size", "shard_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")

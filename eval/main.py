@@ -34,7 +34,7 @@ from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import Runtime, expert_cards, find_model, open_runtime
 from eval.summary import summarise
 from eval.table import markdown_table
-from rivet.checkpoints import OpenedCheckpoint, check_checkpoint
+from rivet.checkpoints import CheckpointError, OpenedCheckpoint, check_checkpoint
 from rivet.config import parse_config
 from rivet.experts.config import load_experts
 from rivet.experts.ledger import stop_at_budget
@@ -153,6 +153,11 @@ def open_checkpoint(config: EvalConfig, experts: Experts | None = None) -> Opene
     from rivet.latent.policy import is_latent
 
     folder = find_model(config.model)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{config.model}: no such folder; expected that of a checkpoint, a run or a pretrained "
+            "model, or the name of a model of the Hub, USER/MODEL"
+        )
     if is_latent(folder):
         return check_latent(folder, config)
     if config.expert_paths:

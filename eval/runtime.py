@@ -181,6 +181,8 @@ def _backend(
 def find_model(name: str | Path) -> Path:
     """The folder of a model: a folder, that of a run, or a model of the Hub or its cache.
 
+    A name that can only be a folder is given back whether it is there or not.
+
     Raises:
         CheckpointError: There is no such folder, and the Hub or its cache do not give it out.
     """
@@ -189,13 +191,8 @@ def find_model(name: str | Path) -> Path:
         return folder / "checkpoint"
     owner, _, model = str(name).partition("/")
     is_hub_name = bool(owner and model) and "/" not in model and owner not in (".", "..")
-    if folder.exists():
+    if folder.exists() or not is_hub_name or Path(owner).exists():
         return folder
-    if not is_hub_name or Path(owner).exists():
-        raise CheckpointError(
-            f"{name}: no such folder; expected that of a checkpoint, a run or a pretrained model, "
-            "or the name of a model of the Hub, USER/MODEL"
-        )
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

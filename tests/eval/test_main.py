@@ -257,7 +257,7 @@ def test_impossible_settings_fail_before_anything_starts(
         run(config_of(tmp_path, problems_file, model=""))
     with pytest.raises(EvalError, match="needs experts"):
         run(config_of(tmp_path, problems_file, experts="embedded"))
-    with pytest.raises(SettingsError, match="no such file"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         run(config_of(tmp_path, problems_file))
     model = str(checkpoint)
     with pytest.raises(ExpertsFileError, match="no such file"):
@@ -439,15 +439,17 @@ def test_the_model_of_a_run_folder_and_of_the_hub_s_cache_are_found(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="owner/none: no such folder, and it cannot be had"):
         find_model("owner/none")
-    # Neither a folder nor what the Hub could have: nothing is asked of it.
-    for name in ("nosuch", "./nosuch", "runs/a/b", str(checkpoint / "none")):
-        with pytest.raises(CheckpointError, match=f"^{name}: no such folder; expected"):
-            find_model(name)
     cached = tmp_path / "models--owner--tiny" / "snapshots" / "0"
     shutil.copytree(checkpoint, cached)
     (tmp_path / "models--owner--tiny" / "refs").mkdir()
     (tmp_path / "models--owner--tiny" / "refs" / "main").write_text("0")
     assert find_model("owner/tiny") == cached
+
+
+@pytest.mark.parametrize("name", ["nosuch", "./nosuch", "runs/a/b"])
+def test_a_model_that_is_neither_a_folder_nor_a_name_of_the_hub_is_called_missing(name) -> None:
+    with pytest.raises(CheckpointError, match=f"^{name}: no such folder; expected"):
+        open_checkpoint(EvalConfig(model=name))
 
 
 def test_every_eval_recipe_loads() -> None:
