@@ -12,8 +12,6 @@ from typing import Any
 
 from eval.conditions import STORE
 from eval.results_file import (
-    CONFIG_FILE,
-    FINISHED_FILE,
     NUMBER,
     RESULTS_FILE,
     ResultsError,
@@ -23,6 +21,7 @@ from eval.results_file import (
     stage_of,
 )
 from rivet.checkpoints import load_tokenizer
+from rivet.runs import CONFIG_FILE, FINISHED_FILE
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 

@@ -18,7 +18,6 @@ from eval.gather import ReportError, read_metrics
 from eval.page import cards, page, settings
 from eval.plots import Bar, interval_chart, line_chart
 from eval.results_file import (
-    CONFIG_FILE,
     NUMBER,
     RESULTS_FILE,
     check_form,
@@ -27,6 +26,7 @@ from eval.results_file import (
     stage_of,
 )
 from rivet.files import atomic_write_text
+from rivet.runs import CONFIG_FILE
 
 Result = Mapping[str, Any]
 

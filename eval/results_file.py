@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS_FILE, CONFIG_FILE, FINISHED_FILE = "results.json", "config.json", "finished.json"
+from rivet.runs import CONFIG_FILE, FINISHED_FILE
+
+RESULTS_FILE = "results.json"
 NUMBER = (int, float)
 Form = Any
 

@@ -68,7 +68,10 @@ def interruptible() -> Iterator[Stop]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Take SIGTERM in the body as Ctrl-C is taken. Outside the main thread it changes nothing."""
+    """Take SIGTERM in the body as Ctrl-C is taken, so that what is half-written is cleared up.
+
+    Outside the main thread it changes nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -15,12 +15,9 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +33,7 @@ from rivet.checkpoints import (
 )
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_folder, recover_folder, remove
+from rivet.interrupt import terminable
 from rivet.settings import FILE_NAME, ProtocolSettings
 from stages.export_files import write_adapter, write_licence, write_model
 from stages.export_licences import Licences, find_licences
@@ -182,30 +180,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_describe(folder, config))
         return 0
     if not (is_made and config.push):
-        with _terminable():
+        with terminable():
             folder = run(config)
     print(folder)
     if config.push:
         check_weights(folder)
         print(push(folder, config.push, private=config.private))
     return 0
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the body as Ctrl-C does, so that nothing half-written stays."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _describe(folder: Path, config: ExportConfig) -> str:

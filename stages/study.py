@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.results_file import RESULTS_FILE
 from eval.study_report import write_study_report
 from eval.study_table import table
 from rivet.config import parse_config
@@ -42,7 +43,6 @@ from stages.study_config import StudyConfig, check_arms, check_starts, check_unc
 logger = logging.getLogger(__name__)
 
 NO_STAGE1 = "none"
-RESULTS = "results.json"
 # What may differ when a study goes on: each phase checks its own settings against what is there.
 _MAY_GROW = ("jobs", "seeds", "arms", "variants")
 
@@ -76,7 +76,7 @@ def run(config: StudyConfig) -> dict[str, Any]:
         with start_miniworld_experts() as configs, terminable():
             experts = write_experts_file(folder / "experts.yaml", configs)
             results = _run_units(config, folder, experts)
-        atomic_write_json(folder / RESULTS, results)
+        atomic_write_json(folder / RESULTS_FILE, results)
         write_study_report(folder)
         if not results["failures"]:
             run_dir.finish({"rows": len(results["rows"])})
@@ -85,7 +85,7 @@ def run(config: StudyConfig) -> dict[str, Any]:
 
 def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, Any]:
     """Run what is ready, `jobs` at a time, one seed after the other as far as possible."""
-    done = _done_before(folder / RESULTS)
+    done = _done_before(folder / RESULTS_FILE)
     failures: list[dict[str, Any]] = []
     todo, warm = _units(config), set[int]()
     total = len(todo)
@@ -121,7 +121,7 @@ def _run_units(config: StudyConfig, folder: Path, experts: Path) -> dict[str, An
                     done.pop((seed, arm), None)
                     if not arm:
                         todo = [u for u in todo if u.seed != seed or not u.needs_warm]
-                atomic_write_json(folder / RESULTS, _results(config, done, failures))
+                atomic_write_json(folder / RESULTS_FILE, _results(config, done, failures))
     return _results(config, done, failures)
 
 

@@ -70,8 +70,8 @@ def parse_arms(given: Mapping[str, Any], variants: Collection[str]) -> dict[str,
     # A seed's warm start and its evaluation lie beside the arms.
     faults = name_faults("arms", given, taken=("warm", "eval"))
     for name, value in given.items():
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            faults.append(f"arms: {name}: got {shown(value)}, expected a mapping with text as keys")
+        if wrong := _mapping_faults(f"arms: {name}", value):
+            faults += wrong
             continue
         try:
             arms[name] = load_config(Arm, **value)
@@ -86,6 +86,12 @@ def parse_arms(given: Mapping[str, Any], variants: Collection[str]) -> dict[str,
     if faults:
         raise ConfigError(faults)
     return arms
+
+
+def _mapping_faults(where: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return []
+    return [f"{where}: got {shown(value)}, expected a mapping with text as keys"]
 
 
 def name_faults(what: str, names: Collection[str], *, taken: Collection[str] = ()) -> list[str]:
@@ -175,11 +181,8 @@ class StudyConfig(PipelineConfig):
         if self.stage2_conditions is not None:
             check_modes("stage2_conditions", self.stage2_conditions)
         faults = name_faults("variants", self.variants)
-        faults += [
-            f"variants: {name}: got {shown(own)}, expected a mapping with text as keys"
-            for name, own in self.variants.items()
-            if not isinstance(own, dict) or not all(isinstance(key, str) for key in own)
-        ]
+        for name, own in self.variants.items():
+            faults += _mapping_faults(f"variants: {name}", own)
         # `stage2-NAME-sampled` is the folder of the sampled evaluation of NAME.
         faults += [
             f"variants: {name}: expected a name that does not end in -sampled"

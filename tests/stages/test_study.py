@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from eval.results_file import RESULTS_FILE
 from rivet.config import ConfigError, load_config
 from stages.demo import RECIPE
-from stages.study import RESULTS, _run_units
+from stages.study import _run_units
 from stages.study import main as study
 from stages.study import run as run_study
 from stages.study_config import StudyConfig, check_arms
@@ -110,7 +111,7 @@ def test_rows_of_arms_and_seeds_that_are_not_named_this_time_are_kept(
     found = [(r["seed"], r["arm"]) for r in results["rows"]]
     # What is named comes in its order, the rest behind it.
     assert found == [(1, ""), (1, "b"), (1, "a"), (2, ""), (2, "b"), (2, "a")]
-    assert json.loads((tmp_path / RESULTS).read_text()) == results
+    assert json.loads((tmp_path / RESULTS_FILE).read_text()) == results
     # An arm that fails has no rows any more: they might be of other settings.
     fake_unit(monkeypatch, (2, "b"))
     results = _run_units(config_of(tmp_path, seeds=[2], arms=b), tmp_path, tmp_path)
@@ -122,10 +123,10 @@ def test_results_that_are_broken_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_unit(monkeypatch)
-    (tmp_path / RESULTS).write_text('{"rows": [{"se')
+    (tmp_path / RESULTS_FILE).write_text('{"rows": [{"se')
     results = _run_units(config_of(tmp_path, arms={"a": {"stage1": {}}}), tmp_path, tmp_path)
     assert len(results["rows"]) == 2
-    assert str(tmp_path / RESULTS) in caplog.text
+    assert str(tmp_path / RESULTS_FILE) in caplog.text
 
 
 def _killed_in_b(
