@@ -32,6 +32,7 @@ from eval.problem_sets import MiniWorldSplit, load_problem_sets
 from eval.ray_shards import listed_experts, open_actors
 from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import Runtime, expert_cards, find_model, open_runtime
+from eval.sampling_config import NO_RESULT
 from eval.summary import summarise
 from eval.table import markdown_table
 from rivet.checkpoints import CheckpointError, OpenedCheckpoint, check_checkpoint
@@ -40,7 +41,6 @@ from rivet.experts.config import load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
 from rivet.prompts import PromptBuilder
-from rivet.rollout.backend_settings import MAY_CHANGE
 from rivet.runs import RunDir
 from rivet.settings import FILE_NAME, ProtocolSettings
 from rivet.store import TrajectoryStore
@@ -305,10 +305,7 @@ def _compare_conditions(
 
 _DESCRIPTION = "Evaluate a checkpoint with experts, without them, and under ablated conditions."
 # Settings that change how a run goes on, but no row of it.
-_NO_RESULT = (
-    *"batch_size shard_size max_attempts max_fault_rate label ray expert_paths".split(),
-    *MAY_CHANGE,
-)
+_NO_RESULT = (*NO_RESULT, "label", "expert_paths")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,109 +21,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.miniworld.tasks import build_split, check_families
 from data.problems import Problem
-from eval.generate import SampleSpec, sample
-from eval.grade import load_gradable
+from eval.generate import sample
 from eval.ray_shards import listed_experts, open_actors
 from eval.ray_worker import RuntimeSpec, backend_settings
 from eval.runtime import open_runtime
+from eval.sampling_config import NO_RESULT, SamplingConfig
 from rivet.checkpoints import check_checkpoint
 from rivet.config import parse_config, setting
 from rivet.experts.config import load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.experts.types import Experts
-from rivet.rollout.backend import SamplingParams
-from rivet.rollout.backend_settings import MAY_CHANGE, BackendSettings
 from rivet.runs import RunDir
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Mode, Trajectory
 from stages.experts import open_experts
+from stages.training_problems import TrainingProblems
 
 logger = logging.getLogger(__name__)
 
 STORE = "trajectories"
-# Settings that change how a run goes on, but no row of it.
-_NO_RESULT = ("batch_size", "shard_size", "max_attempts", "max_fault_rate", "ray", *MAY_CHANGE)
 
 
 @dataclass
-class CollectConfig(BackendSettings):
+class CollectConfig(TrainingProblems, SamplingConfig):
     """Settings of a collection."""
 
     model: str = setting("", "Checkpoint folder: weights, tokenizer and rivet.json. Required.")
     output_dir: str = setting("runs/collect", "The run folder.")
     overwrite: bool = setting(False, "Replace a collection that is there.")
-    problems: str = setting(
-        "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
-    )
-    problems_per_family: int = setting(
-        1500, "Training problems of each mini-world family, at least 1."
-    )
-    families: list[str] = setting(
-        [], "Families of the mini-world that are asked about; empty: all."
-    )
-    problems_seed: int = setting(0, "Seed that the mini-world's problems are drawn with.")
     limit: int | None = setting(None, "Take the first so many problems only, at least 1.")
     mode: Mode = setting("experts", "Condition to sample under.")
-    experts: str = setting(
-        "embedded", "An experts.yaml, or `embedded`: the mini-world's own experts, on loopback."
-    )
-    samples_per_problem: int = setting(1, "Samples of each problem, at least 1.")
     temperature: float = setting(0.8, "Sampling temperature, above 0.")
-    seed: int = setting(0, "Seed of the samples.")
-    max_completion_length: int | None = setting(
-        None, "Tokens of a whole completion, spliced ones included; null: the checkpoint's limit."
-    )
     batch_size: int = setting(128, "Trajectories in flight, at least 1.")
-    shard_size: int = setting(256, "Rows per shard of the store, at least 1.")
-    max_attempts: int = setting(3, "Tries of a row that infrastructure voids, at least 1.")
-    max_fault_rate: float = setting(
-        0.1, "Share of attempts that infrastructure may void before the run stops, in [0, 1]."
-    )
-    ray: int = setting(
-        0,
-        "Ray actors that share the rows out, each with an engine and a sandbox of its own; 0: this "
-        "process alone.",
-    )
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model is not set; expected a checkpoint folder (rivet stage1)")
-        for name in (
-            "problems_per_family",
-            "samples_per_problem",
-            "batch_size",
-            "shard_size",
-            "max_attempts",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        check_families(self.families)
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature is {self.temperature}; expected above 0: what is collected is to vary"
             )
-        if not 0 <= self.max_fault_rate <= 1:
-            raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
-        if self.ray < 0:
-            raise ValueError(f"ray is {self.ray}; expected a number of actors, or 0")
-        self.check_backend()
-
-    def how(self) -> SampleSpec:
-        """How rows are sampled."""
-        return SampleSpec(
-            self.mode,
-            SamplingParams(temperature=self.temperature),
-            samples_per_problem=self.samples_per_problem,
-            seed=self.seed,
-            shard_size=self.shard_size,
-            concurrency=self.batch_size,
-            max_attempts=self.max_attempts,
-            max_fault_rate=self.max_fault_rate,
-        )
+        self.check_problems()
+        self.check_sampling()
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
 
 
 def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
@@ -141,7 +83,7 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
         rivet.interrupt.Interrupted: The budget for experts is spent; finished rows are kept.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
-    problems = read_problems(config)
+    problems = config.read_problems(config.problems_seed)[: config.limit]
     if config.mode == "experts" and experts is None and config.experts != "embedded":
         load_experts(config.experts)  # before the run folder: its faults are the command's
     with RunDir.open(
@@ -149,7 +91,7 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
         config,
         stage="collect",
         overwrite=config.overwrite,
-        may_change=_NO_RESULT,
+        may_change=NO_RESULT,
     ) as folder:
         store = TrajectoryStore(folder.path / STORE)
         with stop_at_budget():
@@ -161,17 +103,6 @@ def run(config: CollectConfig, *, experts: Experts | None = None) -> Path:
         logger.info("collected %s", ", ".join(f"{k} {v}" for k, v in results.items()))
         folder.finish(results)
         return store.folder
-
-
-def read_problems(config: CollectConfig) -> list[Problem]:
-    """Training problems of the mini-world, or of a file, up to the limit."""
-    if config.problems == "miniworld":
-        problems = build_split(
-            "train", config.problems_per_family, config.problems_seed, config.families
-        )
-    else:
-        problems = load_gradable(config.problems)
-    return problems[: config.limit]
 
 
 def summary(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -216,7 +147,7 @@ async def _collect(
             store=store,
             settings=runtime.describe(config.mode),
             progress="collecting",
-            **config.how().arguments(),
+            **config.how(config.mode).arguments(),
         )
 
 
@@ -242,7 +173,7 @@ def _share_out(
             run_dir=run_dir.absolute(),
         )
         actors = stack.enter_context(open_actors(spec, config.ray))
-        return actors.sample(problems, config.how(), store=store, progress="collecting")
+        return actors.sample(problems, config.how(config.mode), store=store, progress="collecting")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

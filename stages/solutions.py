@@ -19,10 +19,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.miniworld.tasks import FAMILIES, build_split, check_families, request_for
+from data.miniworld.tasks import FAMILIES, request_for
 from data.problems import Problem
 from eval.generate import sample
-from eval.grade import load_gradable
 from rivet.checkpoints import find_checkpoint, load_tokenizer
 from rivet.config import parse_config, setting
 from rivet.experts.ledger import stop_at_budget
@@ -42,26 +41,18 @@ from rivet.trajectory import CodeRun, ExpertCall, Trajectory
 from sandbox import PythonSandbox
 from stages.collect import STORE, summary
 from stages.experts import open_experts
+from stages.training_problems import TrainingProblems
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class SolutionsConfig:
+class SolutionsConfig(TrainingProblems):
     """Settings of `rivet solutions`."""
 
     model: str = setting("", "Checkpoint whose tokenizer and protocol are used. Required.")
     output_dir: str = setting("runs/solutions", "The run folder.")
     overwrite: bool = setting(False, "Replace a run that is there.")
-    problems: str = setting(
-        "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
-    )
-    problems_per_family: int = setting(
-        1500, "Training problems of each mini-world family, at least 1."
-    )
-    families: list[str] = setting(
-        [], "Families of the mini-world that are asked about; empty: all."
-    )
     problems_seed: int = setting(0, "Seed that the mini-world's problems are drawn with.")
     limit: int | None = setting(None, "Take the first so many problems only, at least 1.")
     experts: str = setting(
@@ -77,10 +68,10 @@ class SolutionsConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model is not set; expected a checkpoint folder")
-        for name in ("problems_per_family", "samples_per_expert", "batch_size"):
+        self.check_problems()
+        for name in ("samples_per_expert", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        check_families(self.families)
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
 
@@ -202,18 +193,13 @@ def run(config: SolutionsConfig) -> Path:
         rivet.interrupt.Interrupted: A signal, or the experts' budget is spent; it can go on.
         rivet.runs.RunFinishedError: It is finished and `overwrite` is False.
     """
-    if config.problems == "miniworld":
-        problems = build_split(
-            "train", config.problems_per_family, config.problems_seed, config.families
-        )
-    else:
-        problems = load_gradable(config.problems)
+    problems = config.read_problems(config.problems_seed)[: config.limit]
     with RunDir.open(
         config.output_dir, config, stage="solutions", overwrite=config.overwrite
     ) as folder:
         store = TrajectoryStore(folder.path / STORE)
         with stop_at_budget():
-            rows = asyncio.run(_collect(config, problems[: config.limit], store, folder.path))
+            rows = asyncio.run(_collect(config, problems, store, folder.path))
         results = summary(rows)
         logger.info("collected %s", ", ".join(f"{k} {v}" for k, v in results.items()))
         folder.finish(results)

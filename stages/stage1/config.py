@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import torch
 from trl import GRPOConfig
 
-from data.miniworld.tasks import check_families
 from rivet.config import setting
 from rivet.rewards import CostTerm
 from rivet.rollout.backend_settings import BackendSettings
@@ -24,6 +23,7 @@ from stages.stage1.objective import (
     Shaping,
     preset,
 )
+from stages.training_problems import TrainingProblems
 from stages.training_settings import TrainingSettings
 
 AlarmAction = Literal["stop", "warn", "off"]
@@ -44,20 +44,13 @@ _NOT_BY_TOKEN = {
 
 
 @dataclass
-class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
+class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConfig):
     """Settings of Stage I. A knob of null takes the value that `expert_loss` stands for."""
 
     # --- what is trained on what
     model: str = setting(
         "", "Checkpoint folder to start from: weights, tokenizer and rivet.json. Required."
     )
-    problems: str = setting(
-        "miniworld", "Training problems: a .jsonl or .jsonl.gz file, or `miniworld`."
-    )
-    problems_per_family: int = setting(
-        1500, "Training problems of each mini-world family, at least 1."
-    )
-    families: list[str] = setting([], "Families of the mini-world that are trained on; empty: all.")
     balance: str = setting(
         "",
         "A key of the problems' meta, such as `family`: every step has problems of each of its "
@@ -236,10 +229,10 @@ class Stage1Config(TrainingSettings, BackendSettings, GRPOConfig):
     def _check_values(self) -> None:
         if not self.model:
             raise ValueError("model is not set; expected a checkpoint folder (rivet warmstart)")
-        for name in ("collapse_patience", "fault_window", "problems_per_family"):
+        self.check_problems()
+        for name in ("collapse_patience", "fault_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        check_families(self.families)
         if self.max_refills < 0:
             raise ValueError(f"max_refills is {self.max_refills}; expected at least 0")
         if self.rollout_deadline_s is not None and self.rollout_deadline_s <= 0:

@@ -22,9 +22,7 @@ from pathlib import Path
 
 import torch
 
-from data.miniworld.tasks import build_split
 from data.problems import Problem
-from eval.grade import load_gradable
 from rivet.config import ConfigError, parse_config
 from rivet.experts.config import ExpertConfig, load_experts
 from rivet.experts.ledger import stop_at_budget
@@ -119,10 +117,7 @@ def read_problems(config: Stage1Config) -> list[Problem]:
         ProblemFileError: The file is broken.
         ConfigError: There are fewer than one step takes, or they cannot be balanced.
     """
-    if config.problems == "miniworld":
-        problems = build_split("train", config.problems_per_family, config.seed, config.families)
-    else:
-        problems = load_gradable(config.problems)
+    problems = config.read_problems(config.seed)
     if config.balance and not any(config.balance in p.meta for p in problems):
         known = sorted({key for p in problems for key in p.meta})
         raise ConfigError(

@@ -22,7 +22,7 @@ from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunFinishedError
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
-from stages.collect import CollectConfig, read_problems, run, summary
+from stages.collect import CollectConfig, run, summary
 
 COUNT = 24
 
@@ -91,7 +91,7 @@ def test_faults_are_counted_apart_and_never_as_wrong(collected: Path) -> None:
 
 def test_training_problems_are_not_those_of_the_test_split(model: Path, tmp_path: Path) -> None:
     config = load_config(CollectConfig, None, **settings_of(model, tmp_path, limit=None))
-    trained = {p.id for p in read_problems(config)}
+    trained = {p.id for p in config.read_problems(config.problems_seed)}
     assert len(trained) == 48 and not trained & {p.id for p in build_split("test", 100, 0)}
 
 

@@ -97,4 +97,4 @@ def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="model is not set"):
         SolutionsConfig()
     with pytest.raises(ValueError, match="limit is 0; expected at least 1"):
-        SolutionsConfig("m", limit=0)
+        SolutionsConfig(model="m", limit=0)
