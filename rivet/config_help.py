@@ -18,8 +18,14 @@ _MISSING = dataclasses.MISSING
 
 
 def own_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """Fields that this project declares, without those inherited from TRL and transformers."""
-    return [f for f in init_fields(cls).values() if not _is_foreign(_owner(cls, f.name))]
+    """Fields that this project declares, without those inherited from TRL and transformers.
+
+    Those of the class itself come first, then its bases' in the order of its `__mro__`.
+    """
+    fields = init_fields(cls)
+    names = [n for base in cls.__mro__ for n in base.__dict__.get("__annotations__", {})]
+    ordered = [n for n in dict.fromkeys(names) if n in fields]
+    return [fields[n] for n in ordered if not _is_foreign(_owner(cls, n))]
 
 
 def init_fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -98,14 +104,13 @@ def help_text(
     lines += _entry("--dry-run", "Print the resolved settings as YAML and stop.")
     hints = get_type_hints(cls)
     fields = init_fields(cls)
-    own = {f.name for f in own_fields(cls)}
-    groups: dict[str, list[str]] = {}
+    groups = {"settings": [f.name for f in own_fields(cls)]}
     for name in fields:
-        title = "settings" if name in own else f"from {_owner(cls, name).__name__}"
-        groups.setdefault(title, []).append(name)
+        if name not in groups["settings"]:
+            groups.setdefault(f"from {_owner(cls, name).__name__}", []).append(name)
     for title in ["settings", *(f"from {base.__name__}" for base in cls.__mro__)]:
-        if title in groups:
+        if names := groups.get(title):
             lines += ["", f"{title}:"]
-            for name in groups[title]:
+            for name in names:
                 lines += _entry(f"--{name} {describe(hints[name])}", _help_of(fields[name]))
     return "\n".join(lines)

@@ -322,6 +322,20 @@ def test_help_puts_our_settings_before_the_inherited(
     assert [f.name for f in own_fields(stage_config)] == ["expert_loss"]
 
 
+def test_help_puts_a_command_s_own_settings_before_those_mixed_in() -> None:
+    @dataclass
+    class Mixed:
+        seed: int = 0
+        size: int = 1
+
+    @dataclass
+    class Command(Mixed):
+        model: str = ""
+        size: int = 2
+
+    assert [f.name for f in own_fields(Command)] == ["model", "size", "seed"]
+
+
 def test_the_resolved_configuration_is_plain_data(stage_config: type) -> None:
     config = load_config(stage_config, use_cpu=True, bf16=False)
     plain = to_plain(config)

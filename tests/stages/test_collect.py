@@ -101,6 +101,7 @@ def test_training_problems_are_not_those_of_the_test_split(model: Path, tmp_path
         ({"model": ""}, "model is not set"),
         ({"temperature": 0.0}, "temperature is 0.0; expected above 0"),
         ({"samples_per_problem": 0}, "samples_per_problem is 0; expected at least 1"),
+        ({"top_p": 0.0}, r"top_p in \(0, 1\]"),
         ({"max_fault_rate": 2.0}, "max_fault_rate is 2.0; expected 0 to 1"),
         ({"temprature": 0.5}, "temperature"),
     ],
