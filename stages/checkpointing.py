@@ -5,11 +5,13 @@
     run/adapter                the same as a LoRA adapter, where one was trained
 
 A trainer's checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole;
-what a kill cut short is removed. One with another file that is cut short (a bad copy, a lost disk
-cache) is passed over and kept as `damaged-checkpoint-N`, so that step N can be saved again. The
-result has an adapter merged into it, except where
-the weights are spread over processes (FSDP, ZeRO-3): there it is the adapter, which everything
-that loads a checkpoint merges.
+what a kill cut short is removed. One with another file that is gone or cut short (a bad copy, a
+lost disk cache) is passed over and kept as `damaged-checkpoint-N`, so that step N can be saved
+again. Without this the trainer would go on with a fresh optimizer where its state is gone, and say
+nothing.
+
+The result has an adapter merged into it, except where the weights are spread over processes (FSDP,
+ZeRO-3): there it is the adapter, which everything that loads a checkpoint merges.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from rivet.checkpoints import check_weights, is_adapter, load_model, merge_adapter
-from rivet.files import atomic_folder, broken_file, remove
+from rivet.files import atomic_folder, atomic_write_text, broken_file, remove
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
@@ -31,6 +33,7 @@ from rivet.tokenization import ProtocolTokenizer
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+FILES_FILE = "files.json"
 TRAINER = "trainer"
 ADAPTER = "adapter"
 
@@ -136,7 +139,7 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
     found: list[tuple[int, str]] = []
     for path in sorted(folder.glob("checkpoint-*")):
         state = state_of(path)
-        broken = broken_file(path) if state else None
+        broken = (_missing_file(path) or broken_file(path)) if state else None
         if state and not broken:
             found.append((state["global_step"], str(path)))
         elif clean and not state:
@@ -145,14 +148,32 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
         elif clean:
             kept = path.with_name(f"damaged-{path.name}")
             logger.warning(
-                "%s: cut short; its checkpoint is passed over and kept as %s (remove it if you "
-                "like): training goes on from an earlier checkpoint or from the start",
+                "%s: %s; its checkpoint is passed over and kept as %s (remove it if you like): "
+                "training goes on from an earlier checkpoint or from the start",
                 broken,
+                "cut short" if broken and broken.exists() else "missing",
                 kept,
             )
             remove(kept)
             path.rename(kept)
     return max(found)[1] if found else None
+
+
+def list_files(checkpoint: Path) -> None:
+    """Write down what a checkpoint that was just saved consists of, so that a loss is noticed."""
+    names = sorted(str(f.relative_to(checkpoint)) for f in checkpoint.rglob("*") if f.is_file())
+    atomic_write_text(checkpoint / FILES_FILE, json.dumps(names, indent=1) + "\n")
+
+
+def _missing_file(checkpoint: Path) -> Path | None:
+    """The first listed file that is gone; None if all are there, or a kill came before the list."""
+    try:
+        names = json.loads((checkpoint / FILES_FILE).read_text(encoding="utf-8"))
+        return next((checkpoint / name for name in names if not (checkpoint / name).exists()), None)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        return checkpoint / FILES_FILE
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:

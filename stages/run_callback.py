@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import reduce
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rivet.interrupt import Stop
 from rivet.runs import RunDir
+from stages.checkpointing import list_files
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,14 @@ class RunCallback(TrainerCallback):
             self._stop.requested = bool(reduce(flag, "sum"))
         if self._stop.requested:
             control.should_save = control.should_training_stop = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Keep the list of the checkpoint's files."""
+        if state.is_world_process_zero:
+            assert args.output_dir is not None
+            list_files(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_log(
         self,

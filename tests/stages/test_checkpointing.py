@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import TrainingArguments
 
 from rivet.checkpoints import CheckpointError
-from stages.checkpointing import last_checkpoint, load_controller
+from stages.checkpointing import last_checkpoint, list_files, load_controller
 
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
@@ -72,6 +72,20 @@ def test_a_checkpoint_with_a_file_cut_short_is_put_aside(
     assert not cut.exists()
     assert (tmp_path / "damaged-checkpoint-4" / "optimizer.pt").exists()
     assert last_checkpoint(tmp_path, clean=True) == str(whole)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_0.pth", "latest"])
+def test_a_checkpoint_that_lost_a_file_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    whole, robbed = trainer_checkpoint(tmp_path, 2), trainer_checkpoint(tmp_path, 4)
+    list_files(robbed)
+    assert last_checkpoint(tmp_path, clean=True) == str(robbed)
+    (robbed / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(tmp_path, clean=True) == str(whole)
+    assert f"{robbed / name}: missing" in caplog.text
+    assert (tmp_path / "damaged-checkpoint-4").is_dir()
 
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", '{"global_step": 3}'])

@@ -194,6 +194,20 @@ def test_what_was_cut_short_is_made_again_to_the_same_weights(
     assert steps == list(range(1, 9))
 
 
+def test_a_lost_optimizer_state_is_noticed_and_made_again(
+    finished: Path, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(finished, output)
+    (output / "finished.json").unlink()
+    shutil.rmtree(output / "checkpoint")
+    lost = output / "trainer" / "checkpoint-8" / "optimizer.pt"
+    lost.unlink()
+    run(config_of(inputs, output))
+    assert f"{lost}: missing" in caplog.text
+    torch.testing.assert_close(weights(output), weights(finished), rtol=0, atol=0)
+
+
 def test_half_written_trainer_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     for step, state in ((2, '{"global_step": 2}'), (4, '{"global_st'), (6, None)):
         folder = tmp_path / f"checkpoint-{step}"
