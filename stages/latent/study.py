@@ -22,6 +22,7 @@ from typing import Any
 
 from eval.latent_report import AS_TRAINED, HARD, write_latent_report
 from eval.metrics import half_width
+from eval.table import markdown_cell
 from rivet.config import ConfigError, load_config, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 from rivet.runs import RunDir
@@ -234,7 +235,7 @@ def table(results: Mapping[str, Any]) -> str:
     rows = results["rows"]
     families = list(dict.fromkeys(row["family"] for row in rows))
     lines = [
-        f"| arm | condition | {' | '.join(families)} | seeds |",
+        f"| arm | condition | {' | '.join(map(markdown_cell, families))} | seeds |",
         "|---|---|" + "---:|" * (len(families) + 1),
     ]
     keys = list(dict.fromkeys((row["arm"], row["condition"]) for row in rows))
@@ -242,7 +243,7 @@ def table(results: Mapping[str, Any]) -> str:
         part = {r["family"]: r for r in rows if (r["arm"], r["condition"]) == (arm, condition)}
         cells = " | ".join(_cell(part.get(family)) for family in families)
         seeds = max(len(r["values"]) for r in part.values())
-        lines.append(f"| {arm} | {condition} | {cells} | {seeds} |")
+        lines.append(f"| {markdown_cell(arm)} | {markdown_cell(condition)} | {cells} | {seeds} |")
     lines += ["", "| claim | measured | held to | holds |", "|---|---:|---:|---|"]
     for gate in results["gates"]:
         held = "yes" if gate["holds"] else "no"

@@ -205,6 +205,13 @@ def test_the_table_names_arms_conditions_and_claims() -> None:
     assert "| RL adds to the warm start | 0.300 | >= 0.150 | yes |" in text
 
 
+def test_a_family_of_a_file_stays_within_its_cell_of_the_table() -> None:
+    runs = study_runs()
+    rows = [{**row, "family": "a|b"} for row in mean_rows(runs, [r["name"] for r in runs])]
+    text = table({"rows": rows, "gates": []})
+    assert "| arm | condition | a\\|b | seeds |" in text
+
+
 def write_runs(folder: Path, runs: list[dict[str, Any]]) -> None:
     """What is in the folders of arms besides `results.json`."""
     runs[0]["attention"] = {
