@@ -35,9 +35,10 @@ class ProtocolTokenizer:
 
     Args:
         tokenizer: A fast tokenizer. Its chat template is used by `rivet.prompts`.
+        eos_ids: Tokens that end a turn, besides the tokenizer's own end-of-sequence token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int] = ()) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerError(
@@ -60,14 +61,18 @@ class ProtocolTokenizer:
         self._control_ids = frozenset(i for i, t in added.items() if t.content.strip())
         self._escape = _escape_pattern(t.content for t in added.values())
         self._unescape = re.compile(self._escape.pattern.replace(r"\\*", r"\\+"))
-        self.eos_ids = frozenset(_eos_ids(tokenizer))
+        self.eos_ids = frozenset([*_as_ids(tokenizer.eos_token_id), *eos_ids])
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ProtocolTokenizer:
-        """Load from a folder or the Hub."""
+        """Load from a folder or the Hub, with what its `generation_config.json` says of the end.
+
+        Chat models of some families (Gemma) end their turn with another token than the tokenizer's
+        end of sequence, and only that file says so.
+        """
         from transformers import AutoTokenizer
 
-        return cls(AutoTokenizer.from_pretrained(path))
+        return cls(AutoTokenizer.from_pretrained(path), _generation_ends(path))
 
     @property
     def eos_id(self) -> int:
@@ -138,9 +143,23 @@ def _escape_pattern(added: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(parts))
 
 
-def _eos_ids(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    eos = tokenizer.eos_token_id
-    return [] if eos is None else [int(eos)]
+def _generation_ends(path: str | Path) -> list[int]:
+    """Tokens that end generation by a model's `generation_config.json`; none without one."""
+    from transformers import GenerationConfig
+
+    if Path(path).is_dir():
+        if not (Path(path) / "generation_config.json").is_file():
+            return []
+        return _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    try:
+        return _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:  # transformers' word for a file that the Hub does not have
+        return []
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    """Token ids of a setting that holds one, several or none."""
+    return [] if value is None else [int(i) for i in ([value] if isinstance(value, int) else value)]
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rivet.chat_api import RequestError
 from rivet.experts.server import ChatCompletion, ChatQuestion, ServerError
@@ -54,7 +53,6 @@ class LocalModel:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             if not self._tokenizer.hf.chat_template:
                 raise TokenizerError("the tokenizer has no chat template; expected a chat model")
-            self._tokenizer.eos_ids |= _ids(getattr(model.generation_config, "eos_token_id", None))
             self._defaults = model.generation_config
             self._backend = LocalBackend(
                 model.eval(),
@@ -120,9 +118,3 @@ class LocalModel:
         temperature = usual if question.temperature is None else question.temperature
         top_p = (defaults.top_p or 1.0) if question.top_p is None else question.top_p
         return SamplingParams(temperature, top_p)
-
-
-def _ids(value: Any) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
