@@ -1,4 +1,4 @@
-# Every target is a thin wrapper over a command that the README shows too.
+# Targets are thin wrappers; what needs a setting is a command of `rivet`.
 # RECIPE picks a recipe, ARGS adds overrides: make stage1 RECIPE=... ARGS="--learning_rate 1e-4"
 
 PYTHON ?= python3
@@ -87,7 +87,7 @@ solve: setup ## answer one problem: ARGS='runs/demo/export "Find the GCD of 252,
 serve: setup ## OpenAI's chat API and a web page: ARGS="runs/demo/export --port 8000"
 	$(BIN)/rivet serve $(ARGS)
 
-study: setup ## the demo's arms over seeds (hours): runs/study/results.json
+study: setup ## arms over seeds (hours): runs/study; STUDY=format and others: runs/study-format
 	$(BIN)/rivet study $(or $(RECIPE),stages/recipes/study_$(STUDY).yaml) $(ARGS)
 
 latent: setup ## latent collaboration and its controls on the latent world

@@ -280,7 +280,7 @@ def open_actors(spec: RuntimeSpec, count: int) -> Iterator[RayActors]:
     except ImportError as error:
         raise SamplingError(
             "ray is not installed, and --ray asks for it; expected it in this environment: "
-            "pip install 'rivet[ray]'"
+            "pip install -e '.[ray]' in the clone"
         ) from error
     # Actors may be started elsewhere.
     folder = spec.checkpoint.folder.absolute()

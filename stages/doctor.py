@@ -185,7 +185,7 @@ def _vllm() -> Finding:
     except VLLMNotFoundError as error:
         shown = "is not installed" if "not installed" in str(error) else str(error)
     cost = "sampling runs in transformers: slower from about a billion parameters on"
-    remedy = "pip install 'rivet[vllm]' with a GPU, `make setup-vllm` without; or a server's URL"
+    remedy = "pip install -e '.[vllm]' with a GPU, `make setup-vllm` without; or a server's URL"
     return Finding("vLLM", "missing", shown, cost, remedy)
 
 

@@ -1,6 +1,6 @@
 """Export: a checkpoint becomes a folder that anyone can load, verified before it gets its name.
 
-    rivet export CHECKPOINT --to exports/mine [--results runs/demo/results.json]
+    rivet export CHECKPOINT --to exports/mine [--results runs/demo/eval/stage2/results.json]
     rivet export exports/mine --push user/name
 
 Written: merged safetensors (a PEFT adapter is merged in float32), tokenizer with a chat template

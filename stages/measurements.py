@@ -48,10 +48,11 @@ def read_results(path: Path, *, benchmark: str = "", checkpoint: str = "") -> li
     Args:
         path: The file.
         benchmark: What was measured on, where neither a row nor the run says.
-        checkpoint: Take only rows of this one; empty takes all.
+        checkpoint: Take only rows of this one; empty takes all, which must be of one.
 
     Raises:
-        ResultsError: The file or a row is not as expected, or no row is of the checkpoint.
+        ResultsError: The file or a row is not as expected, no row is of the checkpoint, or rows are
+            of several and none was named.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -62,9 +63,14 @@ def read_results(path: Path, *, benchmark: str = "", checkpoint: str = "") -> li
         ) from error
     found = [_row(path, n, row, benchmark) for n, row in enumerate(rows, 1)]
     chosen = [row for row in found if not checkpoint or row.checkpoint == checkpoint]
+    there = ", ".join(sorted({row.checkpoint for row in found}))
     if found and not chosen:
-        there = ", ".join(sorted({row.checkpoint for row in found}))
         raise ResultsError(f"{path}: no row of checkpoint {checkpoint!r}; it has {there}")
+    if len({row.checkpoint for row in chosen}) > 1:
+        raise ResultsError(
+            f"{path}: rows of several checkpoints ({there}), and a card has those of one; expected "
+            "one of them as results_checkpoint"
+        )
     return chosen
 
 

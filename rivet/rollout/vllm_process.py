@@ -85,7 +85,7 @@ def find_python() -> str:
     if beside.is_file():
         return str(beside)
     raise VLLMNotFoundError(
-        "vLLM is not installed: on a GPU `pip install 'rivet[vllm]'`, without one "
+        "vLLM is not installed: on a GPU `pip install -e '.[vllm]'` in the clone, without one "
         f"`make setup-vllm`; or name an interpreter that has it in {PYTHON_VARIABLE}, or give the "
         "urls of running servers"
     )

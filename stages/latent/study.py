@@ -31,7 +31,7 @@ from stages.latent.evaluate import SHUFFLED, WARM
 
 logger = logging.getLogger(__name__)
 
-# What the design holds the method to, in shares of held-out problems.
+# What the method is held to, in shares of held-out problems.
 BEATS_CONTROLS, RL_ADDS, NO_GAIN, CONTROL_LEVEL = 0.2, 0.15, 0.05, 0.1
 
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Stage I on Slurm: TRAIN_NODES nodes of 8 GPUs learn, SERVER_NODES beside them sample with vLLM.
-#   sbatch --nodes 4 stages/launch/slurm_stage1.sh stages/recipes/stage1_qwen3-4b.yaml
+#   MODEL=runs/qwen3-4b/warm/checkpoint EXPERTS=my_experts.yaml \
+#     sbatch --nodes 2 stages/launch/slurm_stage1.sh stages/recipes/stage1_qwen3-4b.yaml
 # Submit it again to go on after a time limit: the run resumes from its folder, which has to be on
 # a file system that all nodes share. Not measured: no cluster was at hand.
 #SBATCH --job-name=rivet-stage1
@@ -14,7 +15,7 @@ set -euo pipefail
 RECIPE=${1:?usage: sbatch --nodes N $0 RECIPE.yaml [--name value ...]}
 shift
 SERVER_NODES=${SERVER_NODES:-1}
-EXPERTS=${EXPERTS:-stages/launch/experts_open.yaml}   # the experts' own servers run elsewhere
+EXPERTS=${EXPERTS:?set EXPERTS to a file that names the servers of the experts by host, not as 127.0.0.1}
 MODEL=${MODEL:?set MODEL to the checkpoint that the recipe starts from}
 
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -1,6 +1,6 @@
 """The Stage I objective as pure functions: advantages, and one signed weight per token.
 
-    J = 1/N sum_i z_i sum_t [ 1_ctrl w_t A_i min(r, clip(r)) + 1_exp lambda c(A_i) A_i h(p_it) ]
+    J = 1/N sum_i z_i sum_t [ 1_ctrl w_t min(r A_i, clip(r) A_i) + 1_exp lambda c(A_i) A_i h(p) ]
 
 Everything that decides how much a token counts ends up in a weight of shape (B*G, T), which the
 trainer hands to TRL's loss in the place of the advantages. Departures from GRPO: infrastructure

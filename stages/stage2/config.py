@@ -141,8 +141,8 @@ class Stage2Config(WeightedSFTConfig):
         default_factory=list,
         metadata={
             "help": "Evaluation problems that must not be trained on: .jsonl files, or `miniworld` "
-            "for its held-out problems. A trajectory is dropped if its problem equals one of them "
-            "or shares 13 words in a row."
+            "for its held-out problems. A trajectory is dropped if its problem is one of them, in "
+            "the same or nearly the same words: docs/evaluation.md, Contamination."
         },
     )
 

@@ -1,4 +1,4 @@
-r"""The Stage II objective: weighted log-likelihood over authors and kinds (design section 6).
+r"""The Stage II objective of RIVET (arXiv:2609.12578): weighted log-likelihood by author and kind.
 
     L = - sum_t w_t log pi(t) / Z
 
@@ -81,6 +81,11 @@ class Objective:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}"
                 )
+        if self.is_focal and self.format_alpha == 1:
+            raise ValueError(
+                "format_weight is focal at format_alpha 1, where every weight is 1; expected "
+                "another alpha, or constant"
+            )
 
     @classmethod
     def decisions_only(cls) -> Objective:

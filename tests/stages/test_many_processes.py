@@ -45,7 +45,9 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "weighted SFT": ("stage2", {"format_alpha": 5.0, "expert_weight": 0.5}),
     "focal, packed, in two parts": (
         "stage2",
-        {"rows": 16, "parts": 2, "format_weight": "focal", "packing": True},
+        {
+            "rows": 16, "parts": 2, "packing": True, "format_weight": "focal", "format_alpha": 5.0,
+        },
     ),
     "by tokens": ("stage2", {"normalization": "tokens", "format_alpha": 5.0}),
 }  # fmt: skip

@@ -159,3 +159,8 @@ def test_nothing_to_train_is_a_finite_zero() -> None:
 def test_impossible_weights_are_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Objective(**{field: value})  # type: ignore[arg-type]
+
+
+def test_focal_weights_that_weight_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="focal at format_alpha 1, where every weight is 1"):
+        Objective(format_weight="focal")

@@ -152,7 +152,11 @@ def test_loss_equals_the_formula_on_full_logits(
 
 @pytest.mark.parametrize(
     "objective",
-    [Objective(), Objective.decisions_only(), Objective(expert=0.0, format_weight="focal")],
+    [
+        Objective(),
+        Objective.decisions_only(),
+        Objective(expert=0.0, format_weight="focal", format_alpha=5.0),
+    ],
     ids=["full", "decisions", "focal without content"],
 )
 @pytest.mark.parametrize("packing", [False, True])
