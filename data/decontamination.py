@@ -100,7 +100,7 @@ class Contamination:
         runs: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for number, statement in enumerate(statements):
             self._words.append(words_of(statement))
-            if self._whole.setdefault(_squeezed(statement), number) != number:
+            if self._whole.setdefault(squeezed(statement), number) != number:
                 continue  # the same statement again
             if len(self._words[-1]) >= MIN_WORDS:
                 for run in _runs(self._words[-1]):
@@ -118,17 +118,17 @@ class Contamination:
 
     def equals(self, text: str) -> bool:
         """Whether the text is one of the statements."""
-        return _squeezed(text) in self._whole
+        return squeezed(text) in self._whole
 
-    def overlaps(self, text: str) -> bool:
-        """Whether the text holds one of the statements; short ones are never found so."""
-        return bool(self._held(words_of(text)))
+    def holds(self, text: str) -> bool:
+        """Whether the text equals or holds one of the statements: whether `find` finds any."""
+        return self.equals(text) or bool(self._held(words_of(text)))
 
     def find(self, text: str) -> list[Overlap]:
         """Every statement that the text holds or equals, the largest share first."""
         words = words_of(text)
         shares = self._held(words)
-        same = self._whole.get(_squeezed(text))
+        same = self._whole.get(squeezed(text))
         if same is not None:
             shares[same] = 1.0
         found = [
@@ -153,8 +153,8 @@ class Contamination:
         }
 
 
-def _squeezed(text: str) -> str:
-    """A statement for the test of equality: spaces mean nothing beside signs."""
+def squeezed(text: str) -> str:
+    """A statement for the test of equality: normalised, and spaces mean nothing beside signs."""
     return re.sub(r"(?<=\W) | (?=\W)", "", normalized(text)).rstrip(".")
 
 

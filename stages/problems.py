@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.benchmarks import expand, is_known, load_benchmark
-from data.decontamination import Contamination, normalized
+from data.decontamination import Contamination, squeezed
 from data.hub import HubError, load_rows
 from data.problems import Problem, load_problems
 from eval.grade import gold_faults
@@ -80,7 +80,7 @@ def run(config: ProblemsConfig) -> dict[str, Any]:
     problems = _drop(problems, counts, "repeated", _repeated(problems))
     problems = _drop(problems, counts, "cannot be graded", set(gold_faults(problems)))
     held = Contamination(p.problem for p in evaluation)
-    contaminated = {p.id for p in problems if evaluation and held.overlaps(p.problem)}
+    contaminated = {p.id for p in problems if held.holds(p.problem)}
     problems = _drop(problems, counts, "in an evaluation", contaminated)[: config.limit]
     if not problems:
         raise ProblemsError(f"{config.source}: nothing is left of {counts}; expected problems")
@@ -141,7 +141,7 @@ def _repeated(problems: Sequence[Problem]) -> set[str]:
     seen: set[str] = set()
     again: set[str] = set()
     for problem in problems:
-        text = normalized(problem.problem)
+        text = squeezed(problem.problem)
         if text in seen:
             again.add(problem.id)
         seen.add(text)

@@ -247,7 +247,7 @@ class EvaluationProblems:
         if known != prompt:
             text = self._tokenizer.decode(candidate.prompt_ids.tolist())
             whole = self._prompts_of(candidate)
-            verdict = whole.equals(text) or self._words.overlaps(text)
+            verdict = whole.equals(text) or self._words.holds(text)
             self._known[candidate.problem_id] = (prompt, verdict)
         return verdict
 

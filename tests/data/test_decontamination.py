@@ -34,16 +34,17 @@ def test_symbols_tell_short_statements_apart() -> None:
 def test_half_of_a_statement_is_an_overlap_and_less_is_not() -> None:
     words = LONG.split()  # 25 words, 21 runs of five
     check = Contamination([LONG])
-    assert check.overlaps("Once: " + ", ".join(words[4:19]).upper() + "!")  # 11 runs
-    assert not check.overlaps("Once: " + " ".join(words[4:18]) + " and so on for a long while")
-    assert Contamination([LONG], min_share=0.4).overlaps("Once: " + " ".join(words[4:18]))
+    assert check.holds("Once: " + ", ".join(words[4:19]).upper() + "!")  # 11 runs
+    assert not check.holds("Once: " + " ".join(words[4:18]) + " and so on for a long while")
+    assert Contamination([LONG], min_share=0.4).holds("Once: " + " ".join(words[4:18]))
     (found,) = check.find(f"Read this. {LONG}. Then answer.")
     assert (found.share, found.is_equal, found.passage) == (1.0, False, LONG.lower())
 
 
-def test_short_statements_never_overlap_but_are_found_where_they_are_equal() -> None:
+def test_short_statements_are_found_only_where_they_are_equal() -> None:
     check = Contamination(["Find the GCD of 12, 18."])
-    assert not check.overlaps("Find the GCD of 12, 18.")
+    assert check.holds("Find the GCD of 12, 18.")
+    assert not check.holds("Find the GCD of 12, 18. Then find their LCM.")
     (found,) = check.find("find the gcd of 12, 18")
     assert found.is_equal and check.find("Find the GCD of 12, 18, 20.") == []
 
@@ -76,8 +77,8 @@ def test_a_template_with_other_numbers_is_another_problem() -> None:
         "at noon and gives {} away; how many loaves are there in the evening?"
     )
     check = Contamination([template.format(120, 45, 30, 7)])
-    assert check.overlaps("Think hard. " + template.format(120, 45, 30, 7))
-    assert not check.overlaps(template.format(210, 54, 33, 9))
+    assert check.holds("Think hard. " + template.format(120, 45, 30, 7))
+    assert not check.holds(template.format(210, 54, 33, 9))
 
 
 def test_what_many_statements_share_says_nothing() -> None:
@@ -102,7 +103,7 @@ def test_drawings_are_left_out() -> None:
 
 def test_no_statement_finds_nothing_and_one_given_twice_is_one() -> None:
     check = Contamination([])
-    assert len(check) == 0 and not check.equals("") and not check.overlaps(LONG)
+    assert len(check) == 0 and not check.equals("") and not check.holds(LONG)
     assert len(Contamination([LONG, LONG.upper()])) == 1
     assert [o.statement for o in Contamination([LONG, LONG]).find(LONG)] == [0]
     with pytest.raises(ValueError, match="min_share is 0"):

@@ -30,7 +30,7 @@ def test_each_reason_drops_its_own_and_is_counted(tmp_path: Path) -> None:
         tmp_path / "all.jsonl",
         [
             ("What is 1 + 1?", "2"),
-            ("what is  1 + 1?", "2"),  # the same, differently spaced
+            ("what is  1+1?", "2"),  # the same, differently spaced
             ("word " * 50, "3"),
             ("What is a colour?", "a colour that nobody can grade \\frac{"),
             (f"Warm up first. {HELD_OUT} Show your work.", "5"),
@@ -50,6 +50,19 @@ def test_each_reason_drops_its_own_and_is_counted(tmp_path: Path) -> None:
     kept = [json.loads(line)["answer"] for line in output.read_text().splitlines()]
     assert kept == ["2", "4"]
     assert json.loads(output.with_suffix(".funnel.json").read_text()) == counts
+
+
+@pytest.mark.parametrize(
+    "statement", ["Find the remainder when $2^{100}$ is divided by 7.", "What is 1 + 1?", HELD_OUT]
+)
+def test_an_evaluation_problem_is_dropped_word_for_word_however_short(
+    tmp_path: Path, statement: str
+) -> None:
+    source = write(tmp_path / "all.jsonl", [(statement, "2"), ("What is 2 + 2?", "4")])
+    held_out = write(tmp_path / "test.jsonl", [(statement, "2")])
+    output = tmp_path / "train.jsonl"
+    assert run(ProblemsConfig(source, str(output), decontaminate=[held_out]))["kept"] == 1
+    assert "What is 2 + 2?" in output.read_text()
 
 
 def test_the_command_writes_and_says_where(
