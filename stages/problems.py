@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,8 @@ def run(config: ProblemsConfig) -> dict[str, Any]:
     counts |= {"kept": len(problems), "decontaminated_against": config.decontaminate}
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        {"id": p.id, "problem": p.problem, "answer": p.answer, "source": p.source} for p in problems
-    ]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    atomic_write_text(output, text)
+    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in problems)
+    atomic_write_text(output, lines)
     atomic_write_json(output.with_suffix(".funnel.json"), counts)
     return counts
 

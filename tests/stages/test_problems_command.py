@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data.problems import load_problems
 from stages.cli import main as rivet
 from stages.problems import ProblemsConfig, ProblemsError, run
 
@@ -63,6 +64,20 @@ def test_an_evaluation_problem_is_dropped_word_for_word_however_short(
     output = tmp_path / "train.jsonl"
     assert run(ProblemsConfig(source, str(output), decontaminate=[held_out]))["kept"] == 1
     assert "What is 2 + 2?" in output.read_text()
+
+
+def test_problems_of_every_kind_are_written_as_they_were_read(tmp_path: Path) -> None:
+    entry = {"question": "1 + 1", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
+    rows = [
+        {"problem": "Pick one.", "choices": ["red", "blue"], "correct": 1},
+        {"problem": "Spell it.", "answer": "a b", "kind": "exact", "meta": {"family": "words"}},
+        {"problem": "Add.", "answer": "2", "kind": "reasoning_gym", "meta": {"entry": entry}},
+        {"problem": "What is 2 + 2?", "answer": "4", "source": "sums", "meta": {"level": 3}},
+    ]
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(json.dumps(row | {"id": row["problem"]}) + "\n" for row in rows))
+    run(ProblemsConfig(str(source), str(tmp_path / "train.jsonl")))
+    assert load_problems(tmp_path / "train.jsonl") == load_problems(source)
 
 
 def test_the_command_writes_and_says_where(
