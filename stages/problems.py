@@ -21,7 +21,7 @@ from data.decontamination import Contamination, squeezed
 from data.hub import HubError, load_rows
 from data.problems import Problem, load_problems
 from eval.grade import gold_faults
-from rivet.config import parse_config
+from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json, atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,20 @@ class ProblemsConfig:
     limit: int | None = field(
         default=None, metadata={"help": "Keep the first so many only, at least 1."}
     )
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace a file of that name that is there."}
+    )
+
+    def __post_init__(self) -> None:
+        faults = []
+        if Path(self.output).suffix != ".jsonl":
+            faults.append(f"output: got {self.output!r}, expected a name that ends in .jsonl")
+        if self.max_words < 1:
+            faults.append(f"max_words: got {self.max_words}, expected at least 1")
+        if self.limit is not None and self.limit < 1:
+            faults.append(f"limit: got {self.limit}, expected at least 1, or null")
+        if faults:
+            raise ConfigError(faults)
 
 
 def run(config: ProblemsConfig) -> dict[str, Any]:
@@ -69,10 +83,16 @@ def run(config: ProblemsConfig) -> dict[str, Any]:
         The counts: `read`, and for each rule what it dropped, and `kept`.
 
     Raises:
-        ProblemsError: The data set cannot be loaded, lacks a column, or nothing is left.
+        ProblemsError: The output is there, the data set cannot be loaded or lacks a column, or
+            nothing is left.
         data.problems.ProblemFileError: The file is broken.
         data.benchmarks.BenchmarkError: A benchmark is unknown or absent.
     """
+    output = Path(config.output)
+    if output.exists() and not config.overwrite:
+        raise ProblemsError(
+            f"{output}: exists; choose another --output, or replace it with --overwrite true"
+        )
     problems = list(_read(config))
     evaluation = [p for name in config.decontaminate for p in _evaluation(name, config.data_dir)]
     counts: dict[str, Any] = {"source": config.source, "read": len(problems)}
@@ -85,7 +105,6 @@ def run(config: ProblemsConfig) -> dict[str, Any]:
     if not problems:
         raise ProblemsError(f"{config.source}: nothing is left of {counts}; expected problems")
     counts |= {"kept": len(problems), "decontaminated_against": config.decontaminate}
-    output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in problems)
     atomic_write_text(output, lines)

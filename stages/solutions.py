@@ -74,6 +74,8 @@ class SolutionsConfig(TrainingProblems):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; expected at least 1, or null")
+        if not 0 <= self.max_fault_rate <= 1:
+            raise ValueError(f"max_fault_rate is {self.max_fault_rate}; expected 0 to 1")
 
 
 class ExpertSolutions:

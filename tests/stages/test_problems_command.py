@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.problems import load_problems
+from rivet.config import ConfigError
 from stages.cli import main as rivet
 from stages.problems import ProblemsConfig, ProblemsError, run
 
@@ -88,6 +90,32 @@ def test_the_command_writes_and_says_where(
     assert rivet(["problems", source, "--output", str(output), "--limit", "1"]) == 0
     assert f"problems: {output}" in capsys.readouterr().out
     assert len(output.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"limit": -1}, "limit: got -1, expected at least 1"),
+        ({"limit": 0}, "limit: got 0, expected at least 1"),
+        ({"max_words": 0}, "max_words: got 0, expected at least 1"),
+        ({"output": "train.jsonl.gz"}, "output: got 'train.jsonl.gz', expected .* ends in .jsonl"),
+        ({"output": "problems"}, "output: got 'problems', expected .* ends in .jsonl"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        ProblemsConfig("all.jsonl", **settings)
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told_to(tmp_path: Path) -> None:
+    source = write(tmp_path / "all.jsonl", [("What is 1 + 1?", "2")])
+    output = tmp_path / "train.jsonl"
+    output.write_text("mine\n")
+    with pytest.raises(ProblemsError, match="exists; choose another --output, or replace it"):
+        run(ProblemsConfig(source, str(output)))
+    assert output.read_text() == "mine\n"
+    run(ProblemsConfig(source, str(output), overwrite=True))
+    assert load_problems(output) == load_problems(source)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:

@@ -98,3 +98,5 @@ def test_settings_out_of_range_are_refused() -> None:
         SolutionsConfig()
     with pytest.raises(ValueError, match="limit is 0; expected at least 1"):
         SolutionsConfig(model="m", limit=0)
+    with pytest.raises(ValueError, match=r"max_fault_rate is 1.5; expected 0 to 1"):
+        SolutionsConfig(model="m", max_fault_rate=1.5)
