@@ -4,11 +4,11 @@
     run/checkpoint             the result: weights, tokenizer, rivet.json
     run/adapter                the same as a LoRA adapter, where one was trained
 
-A trainer's checkpoint counts once `trainer_state.json`, which the trainer writes last, is whole;
-what a kill cut short is removed. One with another file that is gone or cut short (a bad copy, a
-lost disk cache) is passed over and kept as `damaged-checkpoint-N`, so that step N can be saved
-again. Without this the trainer would go on with a fresh optimizer where its state is gone, and say
-nothing.
+A trainer's checkpoint counts once it has `files.json`, the list of its files, which is written when
+every process has saved its own; what a kill cut short is removed. One with a file that is gone or
+cut short (a bad copy, a lost disk cache) is passed over and kept as `damaged-checkpoint-N`, so that
+step N can be saved again. Without this the trainer would go on with a fresh optimizer where its
+state is gone, and say nothing. Folders with other names are left alone.
 
 The result has an adapter merged into it, except where the weights are spread over processes (FSDP,
 ZeRO-3): there it is the adapter, which everything that loads a checkpoint merges.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 FILES_FILE = "files.json"
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 TRAINER = "trainer"
 ADAPTER = "adapter"
 
@@ -138,7 +140,9 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
     """
     found: list[tuple[int, str]] = []
     for path in sorted(folder.glob("checkpoint-*")):
-        state = state_of(path)
+        if not _CHECKPOINT.fullmatch(path.name):
+            continue
+        state = state_of(path) if (path / FILES_FILE).exists() else {}
         broken = (_missing_file(path) or broken_file(path)) if state else None
         if state and not broken:
             found.append((state["global_step"], str(path)))
@@ -160,18 +164,16 @@ def last_checkpoint(folder: Path, *, clean: bool = False) -> str | None:
 
 
 def list_files(checkpoint: Path) -> None:
-    """Write down what a checkpoint that was just saved consists of, so that a loss is noticed."""
+    """Write down what a checkpoint that was just saved consists of: it is whole, and complete."""
     names = sorted(str(f.relative_to(checkpoint)) for f in checkpoint.rglob("*") if f.is_file())
     atomic_write_text(checkpoint / FILES_FILE, json.dumps(names, indent=1) + "\n")
 
 
 def _missing_file(checkpoint: Path) -> Path | None:
-    """The first listed file that is gone; None if all are there, or a kill came before the list."""
+    """The first listed file that is gone, or the list itself if it is broken; else None."""
     try:
         names = json.loads((checkpoint / FILES_FILE).read_text(encoding="utf-8"))
         return next((checkpoint / name for name in names if not (checkpoint / name).exists()), None)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError):
         return checkpoint / FILES_FILE
 

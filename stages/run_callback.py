@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import reduce
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -54,17 +55,20 @@ class RunCallback(TrainerCallback):
         """Move the bar; save and stop where a signal asked for it."""
         if self._bar is not None:
             self._bar.update()
+        is_asked = self._stop.requested
         if args.world_size > 1:
-            # A signal may reach one process alone; they must stop at the same step.
-            flag = torch.tensor(int(self._stop.requested), device=args.device)
-            self._stop.requested = bool(reduce(flag, "sum"))
-        if self._stop.requested:
+            # A signal may reach one process alone; they must stop at the same step. One that comes
+            # while they talk is not in the sum: it counts at the next step.
+            is_asked = bool(reduce(torch.tensor(int(is_asked), device=args.device), "sum"))
+        if is_asked:
+            self._stop.requested = True
             control.should_save = control.should_training_stop = True
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Keep the list of the checkpoint's files."""
+        """List the checkpoint's files once every process has written its own: now it counts."""
+        PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             assert args.output_dir is not None
             list_files(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -263,6 +263,11 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
                 f"loss_type {self.loss_type!r} divides by trajectories; expected denominator: all "
                 f"with it, or a loss_type among {', '.join(_BY_TOKENS)}"
             )
+        if self.loss_type not in _BY_TOKENS and self.beta:
+            raise ValueError(
+                f"beta is {self.beta} with loss_type {self.loss_type!r}; expected 0, since the KL "
+                f"term is divided by tokens here, or a loss_type among {', '.join(_BY_TOKENS)}"
+            )
         for name, expected in _NOT_BY_TOKEN.items():
             if getattr(self, name) != expected:
                 raise ValueError(

@@ -24,6 +24,7 @@ from rivet.rollout.types import LATE
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
 from stages.stage1.health import fault_of
+from stages.stage1.objective import FLAT_SPREAD
 
 Fate = Literal["used", "zero_advantage", "void", "fault", "late"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -86,11 +87,12 @@ def describe_funnel(counts: dict[str, int]) -> str:
 
 
 def is_flat(group: Sequence[Trajectory]) -> bool:
-    """Whether a group teaches nothing although nothing failed: all of its rewards are equal.
+    """Whether a group teaches nothing although nothing failed: its rewards do not differ.
 
     A group that lost members to faults or deadlines is never flat: sampling another one for it
     would hide that something fails.
     """
     if any(fault_of(trajectory) is not None for trajectory in group):
         return False
-    return len({trajectory.reward for trajectory in group}) == 1
+    rewards = [trajectory.reward or 0.0 for trajectory in group]
+    return max(rewards) - min(rewards) < FLAT_SPREAD

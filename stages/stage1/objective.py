@@ -27,6 +27,8 @@ Scale = Literal["group", "batch", "none"]
 # code, and in what they divide by, which is `loss_scale`.
 LossType = Literal["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
+# Rewards of a group that lie closer together than this are the same: what differs is rounding.
+FLAT_SPREAD = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,9 @@ def group_advantages(
     mean = filled.sum(1, keepdim=True) / count
     centred = torch.where(known, groups - mean, 0.0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    # Rewards that are equal may leave a rounding error in the deviation.
-    flat = (std < 1e-6).expand_as(groups)
+    least = torch.where(known, groups, torch.inf).amin(1, keepdim=True)
+    most = torch.where(known, groups, -torch.inf).amax(1, keepdim=True)
+    flat = (most - least < FLAT_SPREAD).expand_as(groups)
     values = torch.where(flat, 0.0, centred)
     if scale == "group":
         values = values / (std + epsilon)
@@ -250,23 +253,24 @@ def token_weights(
         loss_type: Decides what is divided by, see `loss_scale`.
         max_completion_length: Limit of a completion, for `dr_grpo`.
     """
-    num_controller, num_expert, num_rows = counts.to(advantages.dtype).clamp(min=1)
+    num_controller, num_expert, num_rows = counts.to(advantages.dtype)
     row = is_trained.unsqueeze(1)
     controller, expert = roles.controller & row, roles.expert & row
     own = _controller_weights(settings, roles, advantages)
     spliced = _expert_weights(settings, roles, advantages, is_right)
     num_items = num_controller
-    if settings.denominator == "all":
-        num_items = num_items + (num_expert if settings.expert_weight else 0)
+    if settings.denominator == "all" and settings.expert_weight:
+        num_items = num_items + num_expert
     elif settings.denominator == "separate":
-        spliced = spliced * num_controller / num_expert
+        spliced = spliced * num_controller.clamp(min=1) / num_expert.clamp(min=1)
+    num_items = num_items.clamp(min=1)  # what is divided by: an empty step has a loss of 0
     weights = torch.where(controller, own, torch.where(expert, spliced, 0.0))
     in_loss = controller | expert if settings.expert_weight else controller
-    weights = weights * loss_scale(
-        loss_type, in_loss.sum(1), num_items, num_rows, max_completion_length
+    scale = loss_scale(
+        loss_type, in_loss.sum(1), num_items, num_rows.clamp(min=1), max_completion_length
     ).unsqueeze(1)
-    entropy = (roles.route & row) * (settings.route_entropy / num_items)
-    return TokenWeights(weights, in_loss.to(weights.dtype), entropy, num_items)
+    entropy = (roles.route & row) * scale * (settings.route_entropy / num_items)
+    return TokenWeights(weights * scale, in_loss.to(weights.dtype), entropy, num_items)
 
 
 def loss_scale(

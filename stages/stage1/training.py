@@ -25,6 +25,7 @@ from stages.checkpointing import TRAINER, resume_point, save_controller
 from stages.stage1.callback import Stage1Callback
 from stages.stage1.config import Stage1Config
 from stages.stage1.fates import describe_funnel, funnel
+from stages.stage1.health import CollapseWatch
 from stages.stage1.rollouts import Refill, RolloutSource, StepRollouts
 from stages.stage1.trainer import Stage1Trainer
 
@@ -39,6 +40,7 @@ _RESULTS = (
     "rollout/fault_rate",
 )
 _LAST_STEPS = 5
+COLLAPSED = "collapsed"
 
 
 class Sync(Protocol):
@@ -102,8 +104,9 @@ def train(
     """
     resume_from = resume_point(folder, args.world_size)
     watch = args.collapse_watch()
-    for line in folder.metrics():
-        watch.update(line)
+    before = past_collapse(folder, watch)
+    if before and args.collapse_alarm == "stop" and (folder.path / COLLAPSED).is_dir():
+        raise collapse_error(folder, before)
     with interruptible() as stop:
         callback = Stage1Callback(folder, stop, watch, args.collapse_alarm)
         trainer = build_trainer(folder, args, start, source, callback)
@@ -112,14 +115,9 @@ def train(
         trainer.train(resume_from_checkpoint=resume_from)
         if callback.collapse is not None:
             save_controller(
-                folder, folder.path / "collapsed", trainer, start.tokenizer, start.settings
+                folder, folder.path / COLLAPSED, trainer, start.tokenizer, start.settings
             )
-            raise CollapseError(
-                f"{folder.path}: stopped at {callback.collapse}. The weights are in "
-                f"{folder.path / 'collapsed'}, the curves in metrics.jsonl. Try a milder "
-                "expert_loss (positive), a smaller expert_weight or learning_rate; to go on all "
-                "the same: --collapse_alarm warn"
-            )
+            raise collapse_error(folder, callback.collapse)
         if stop.requested and trainer.state.global_step < args.max_steps:
             stop.check(f"step {trainer.state.global_step}")
     save_controller(folder, folder.checkpoint, trainer, start.tokenizer, start.settings)
@@ -127,6 +125,25 @@ def train(
     logger.info("rollouts: %s", describe_funnel(fates))
     folder.finish({**results(folder), "fates": fates})
     return folder.checkpoint
+
+
+def past_collapse(folder: RunDir, watch: CollapseWatch) -> str | None:
+    """Feed the watch with the steps so far; the step and reason if the last one was a collapse."""
+    found = None
+    for line in folder.metrics():
+        if "alarm" not in line:  # which says again what the step's own line showed
+            reason = watch.update(line)
+            found = f"step {line['step']}: {reason}" if reason else None
+    return found
+
+
+def collapse_error(folder: RunDir, where: str) -> CollapseError:
+    """What a run that collapsed ends with."""
+    return CollapseError(
+        f"{folder.path}: stopped at {where}. The weights are in {folder.path / COLLAPSED}, the "
+        "curves in metrics.jsonl. Try a milder expert_loss (positive), a smaller expert_weight or "
+        "learning_rate; to go on all the same: --collapse_alarm warn"
+    )
 
 
 def build_trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def trainer_checkpoint(folder: Path, step: int) -> Path:
     (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     (path / "latest").write_text(f"global_step{step}")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    list_files(path)
     return path
 
 
@@ -74,12 +76,26 @@ def test_a_checkpoint_with_a_file_cut_short_is_put_aside(
     assert last_checkpoint(tmp_path, clean=True) == str(whole)
 
 
+def test_a_checkpoint_that_other_processes_had_not_finished_is_removed(tmp_path: Path) -> None:
+    whole, unfinished = trainer_checkpoint(tmp_path, 2), trainer_checkpoint(tmp_path, 4)
+    (unfinished / "files.json").unlink()  # killed before every process had saved its part
+    assert last_checkpoint(tmp_path, clean=True) == str(whole)
+    assert not unfinished.exists()
+
+
+def test_copies_of_checkpoints_under_other_names_are_left_alone(tmp_path: Path) -> None:
+    last = trainer_checkpoint(tmp_path, 4)
+    for name in ("checkpoint-4-backup", "checkpoint-best"):
+        shutil.copytree(last, tmp_path / name)
+    assert last_checkpoint(tmp_path, clean=True) == str(last)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_0.pth", "latest"])
 def test_a_checkpoint_that_lost_a_file_is_put_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     whole, robbed = trainer_checkpoint(tmp_path, 2), trainer_checkpoint(tmp_path, 4)
-    list_files(robbed)
     assert last_checkpoint(tmp_path, clean=True) == str(robbed)
     (robbed / name).unlink()
     with caplog.at_level(logging.WARNING):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rivet.trajectory import Trajectory
+from stages.stage1.fates import is_flat
 from stages.stage1.objective import (
     ObjectiveSettings,
     TokenRoles,
@@ -295,6 +298,39 @@ def test_each_loss_type_divides_by_what_its_paper_says(
     per_token = result.weights / result.num_items  # advantages 2 and -1
     assert per_token[0, 0].item() == pytest.approx(2 * first)
     assert per_token[1, 0].item() == pytest.approx(-second)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "sapo", "dr_grpo", "luspo"])
+def test_the_entropy_of_a_name_counts_like_an_advantage_of_its_size_under_every_loss(
+    loss_type: Any,
+) -> None:
+    result = weigh(
+        preset("paper", route_entropy=2.0), loss_type=loss_type, max_completion_length=20
+    )
+    per_token = result.weights / result.num_items  # the first advantage is 2
+    is_route = roles().route[0]
+    assert torch.allclose(result.entropy_weights[0][is_route], per_token[0][is_route])
+
+
+def test_a_step_without_expert_text_is_divided_by_its_own_tokens_alone() -> None:
+    alone = replace(roles(), expert=torch.zeros_like(roles().expert))
+    counts = token_counts(alone, torch.tensor([True, True]))
+    result = token_weights(
+        preset("paper"),
+        alone,
+        group_advantages(f64([1, 0]), 2).values,
+        is_right=torch.tensor([True, False]),
+        is_trained=torch.tensor([True, True]),
+        counts=counts,
+    )
+    assert result.num_items == alone.controller.sum()
+
+
+def test_rewards_that_differ_by_rounding_are_one_reward_for_all_who_ask() -> None:
+    rewards = [1.0, 1.0 - 5e-7]
+    assert group_advantages(f64(rewards), 2).is_flat.all()
+    rollout = Trajectory("t", "p", "experts", (), (), "answer", True, outcome="right")
+    assert is_flat([replace(rollout, reward=reward) for reward in rewards])
 
 
 def test_rows_that_are_not_trained_do_not_count_as_trajectories() -> None:

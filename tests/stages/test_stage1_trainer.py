@@ -533,6 +533,10 @@ def test_trl_hands_prompts_over_repeated_with_their_extra_keys(tmp_path: Path) -
         ({"mask_truncated_completions": True}, "counts as wrong"),
         ({"loss_type": "ppo"}, "loss_type is 'ppo'; expected one of dapo"),
         ({"loss_type": "grpo"}, "divides by trajectories; expected denominator: all"),
+        (
+            {"loss_type": "grpo", "denominator": "all", "beta": 0.1},
+            "beta is 0.1 with loss_type .grpo.; expected 0",
+        ),
         ({"loss_type": "cispo"}, "epsilon_high is None; expected at least 1 with loss_type cispo"),
         ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold is 0.1; expected None"),
         ({"importance_sampling_level": "word"}, "'word'; expected one of token, sequence"),

@@ -240,6 +240,19 @@ def test_a_collapse_stops_the_run_and_says_why(tmp_path: Path) -> None:
     assert not RunDir.load(tmp_path / "run").is_finished
 
 
+def test_the_same_command_again_does_not_train_a_collapsed_run_further(tmp_path: Path) -> None:
+    # A collapse at the last step is one too: nothing is left to train, and it is not finished.
+    for max_steps in (9, 7):
+        folder, message = tmp_path / str(max_steps), r"step 7: only 0% of the rollouts"
+        with pytest.raises(CollapseError, match=message):
+            run(folder, ScriptedSource(malformed), max_steps=max_steps)
+        again = ScriptedSource(malformed)
+        with pytest.raises(CollapseError, match=message):
+            run(folder, again, max_steps=max_steps)
+        assert again.steps == [] and alarms(folder) == [7]
+        assert not RunDir.load(folder).is_finished
+
+
 @pytest.mark.parametrize("alarm", ["warn", "off"])
 def test_a_collapse_is_borne_if_asked(
     alarm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -25,7 +25,7 @@ from rivet.runs import RunDir, RunFinishedError
 from rivet.settings import ProtocolSettings, SettingsError
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
-from stages.checkpointing import last_checkpoint
+from stages.checkpointing import last_checkpoint, list_files
 from stages.stage2 import training
 from stages.stage2.config import Stage2Config
 from stages.stage2.dataset import read_dataset
@@ -214,6 +214,7 @@ def test_half_written_trainer_checkpoint_is_not_resumed_from(tmp_path: Path) -> 
         folder.mkdir()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
+        list_files(folder)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     assert len(list(tmp_path.iterdir())) == 3
     last_checkpoint(tmp_path, clean=True)
