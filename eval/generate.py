@@ -34,7 +34,7 @@ from rivet.rollout.backend import SamplingParams
 from rivet.rollout.types import RolloutRequest, check_prompts, rollout_seed
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
-from rivet.trajectory import Mode, Trajectory
+from rivet.trajectory import Mode, Trajectory, fault_of
 
 FAULTS_SHARD = "faults"
 _MIN_ATTEMPTS = 32  # below this many attempts a fault rate says little
@@ -351,12 +351,3 @@ class _Run:
             f"{len(self.rows) - len(self.left_faulted)} finished rows are kept in "
             f"{self.store.folder}: repair what failed and run the same command to go on"
         )
-
-
-def fault_of(trajectory: Trajectory) -> str | None:
-    """The infrastructure fault that voids a row, None if it has a verdict."""
-    if trajectory.fault is not None:
-        return trajectory.fault
-    if trajectory.outcome in ("timeout", "died"):
-        return f"grader_{trajectory.outcome}"
-    return None

@@ -32,7 +32,6 @@ from eval.generate import (
     FaultRateError,
     SampleSpec,
     SamplingError,
-    fault_of,
     plan,
 )
 from eval.ray_worker import RuntimeSpec, ShardWorker
@@ -42,7 +41,7 @@ from rivet.experts.types import Experts
 from rivet.prompts import PromptBuilder
 from rivet.rollout.types import check_prompts
 from rivet.store import TrajectoryStore
-from rivet.trajectory import Trajectory
+from rivet.trajectory import Trajectory, fault_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from eval.metrics import (
     mean_pass_at_k,
     shares,
 )
-from rivet.trajectory import AUTHORS, Trajectory
+from rivet.trajectory import AUTHORS, Trajectory, fault_of
 
 RESULTS: tuple[str, ...] = ("right", "wrong", "no_answer", "malformed", "truncated", "fault")
 
@@ -30,7 +30,7 @@ def result_of(trajectory: Trajectory) -> str:
     In this order: a fault voids the row; a right answer is right; a row that ran into the token
     limit is truncated; one that breaks the grammar is malformed; then no answer, else wrong.
     """
-    if trajectory.fault is not None or trajectory.outcome in (None, "timeout", "died"):
+    if trajectory.outcome is None or fault_of(trajectory) is not None:
         return "fault"
     if trajectory.outcome == "right":
         return "right"

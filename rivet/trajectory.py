@@ -22,6 +22,7 @@ AUTHORS: tuple[Author, ...] = get_args(Author)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MODES: tuple[Mode, ...] = get_args(Mode)
 FINISHES: tuple[Finish, ...] = get_args(Finish)
+GRADER_FAULTS = ("timeout", "died")  # outcomes that say nothing about the answer
 
 
 def check_modes(name: str, modes: Sequence[str]) -> None:
@@ -176,6 +177,16 @@ class Trajectory:
     def routes(self) -> tuple[str, ...]:
         """Names of the experts that were consulted (by interception), in order."""
         return tuple(call.name for call in self.expert_calls)
+
+
+def fault_of(trajectory: Trajectory) -> str | None:
+    """The fault that voids a trajectory, a failed grader's included; None if there is none.
+
+    Nothing is scored, rewarded or trained where there is one.
+    """
+    if trajectory.fault is not None:
+        return trajectory.fault
+    return f"grader_{trajectory.outcome}" if trajectory.outcome in GRADER_FAULTS else None
 
 
 def merge_runs(

@@ -24,7 +24,6 @@ from stages.stage1.fates import is_flat
 from stages.stage1.rollouts import Asked
 
 _BOX = "\\boxed{"
-_FAULTS = ("timeout", "died")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ class LatentSource:
         grades = self._grader.grade_many(new.values()) if new else []
         fresh = dict(zip(new, grades, strict=True))
         # A grader that failed may succeed the next time.
-        self._grades |= {key: g for key, g in fresh.items() if g.outcome not in _FAULTS}
+        self._grades |= {key: g for key, g in fresh.items() if not g.is_fault}
         done = []
         for problem, trajectory in pairs:
             key = (problem.id, trajectory.answer or "")

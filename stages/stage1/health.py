@@ -16,22 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rivet.trajectory import Trajectory
+from rivet.trajectory import Trajectory, fault_of
 
 # A token below this probability is rare: it surprises the controller.
 RARE = 0.01
-GRADER_FAULTS = ("timeout", "died")
 
 
 class FaultRateError(RuntimeError):
     """Too many rollouts failed for reasons that are not the controller's."""
-
-
-def fault_of(trajectory: Trajectory) -> str | None:
-    """Infrastructure fault of a trajectory, a failed grader included; None if there is none."""
-    if trajectory.fault is not None:
-        return trajectory.fault
-    return f"grader_{trajectory.outcome}" if trajectory.outcome in GRADER_FAULTS else None
 
 
 def rollout_metrics(

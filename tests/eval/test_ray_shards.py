@@ -220,6 +220,6 @@ def test_bad_input_is_refused_before_anything_is_sampled(
 
 def test_without_ray_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # makes the import fail
-    with pytest.raises(SamplingError, match=r"pip install 'rivet\[ray\]'"):
+    with pytest.raises(SamplingError, match=r"pip install -e '\.\[ray\]'"):
         with open_actors(SimpleNamespace(), 2):  # type: ignore[arg-type]
             pass

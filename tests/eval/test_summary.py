@@ -12,9 +12,11 @@ from scripted import completion, trajectory_of
 
 from eval.summary import RESULTS, result_of, scores_by_problem, summarise
 from eval.table import markdown_table, results_table
+from rivet.grading.verdict import OUTCOMES, Grade
+from rivet.rewards import outcome_reward
 from rivet.rollout.types import RolloutRequest
 from rivet.tokenization import ProtocolTokenizer
-from rivet.trajectory import Trajectory
+from rivet.trajectory import Trajectory, fault_of
 
 
 @pytest.fixture
@@ -38,6 +40,15 @@ def row(tag_tokenizer: ProtocolTokenizer):
         return trajectory_of(tag_tokenizer, request, pieces, **(defaults | changes))
 
     return make
+
+
+def test_what_is_a_fault_of_the_grader_voids_a_row_everywhere(row) -> None:
+    for outcome in OUTCOMES:
+        graded, is_fault = row("a", 0, outcome), Grade(outcome, None, "").is_fault
+        assert (fault_of(graded) == f"grader_{outcome}") is is_fault
+        assert (outcome_reward(graded) is None) is is_fault
+        assert (result_of(graded) == "fault") is is_fault
+    assert fault_of(row("a", 0, "right", fault="expert:timeout")) == "expert:timeout"
 
 
 def test_every_row_has_exactly_one_result(row) -> None:
