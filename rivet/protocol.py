@@ -26,6 +26,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import Literal
 
 from rivet.tokenization import ProtocolTokenizer
@@ -369,16 +370,30 @@ class Style:
         return f"</{name}>" + self.after_tag
 
 
-_FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+# Possessive quantifiers and the unclosed fence that takes the rest keep it linear for every text.
+_FENCE = re.compile(
+    r"^[ \t]*+(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)[ \t]*+(?P<language>[^\s`]*+)[^`\n]*+\n"
+    r"(?P<code>.*?)"
+    r"(?:(?P<end>^[ \t]*+(?P=fence)(?P=mark)*+[ \t]*+$)|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_PYTHON = ("", "py", "python", "python3")  # languages of a fence that holds a program
 
 
 def split_reply(text: str) -> list[tuple[Literal["text", "code"], str]]:
-    """Split an expert's reply at its fenced code blocks, in order, empty pieces dropped."""
+    """Split an expert's reply at its programs, in order, empty pieces dropped.
+
+    A program is a fenced block of Markdown of the language Python or of none; its indentation in a
+    list is taken off. Blocks of other languages, and one that is not closed, are text.
+    """
+    text = text.replace("\r\n", "\n")
     pieces: list[tuple[Literal["text", "code"], str]] = []
     position = 0
     for match in _FENCE.finditer(text):
+        if match["end"] is None or match["language"].lower() not in _PYTHON:
+            continue
         pieces.append(("text", text[position : match.start()].strip()))
-        pieces.append(("code", match[1]))
+        pieces.append(("code", dedent(match["code"]).removesuffix("\n")))
         position = match.end()
     pieces.append(("text", text[position:].strip()))
     return [(kind, piece) for kind, piece in pieces if piece]

@@ -285,6 +285,48 @@ def test_replies_are_split_at_fenced_code() -> None:
     assert split_reply("") == []
 
 
+def test_fences_of_other_languages_are_text_and_what_follows_them_is_no_program() -> None:
+    data = '```json\n{"a": 1}\n```\nSo the answer is 5.'
+    assert split_reply(data + "\n\n```python\nprint(5)\n```") == [
+        ("text", data),
+        ("code", "print(5)"),
+    ]
+    for language in ("bash", "{r}", "pycon", "c++"):
+        reply = f"```{language}\nls\n```\nProse.\n```\nprint(1)\n```"
+        assert split_reply(reply)[1:] == [("code", "print(1)")]
+
+
+@pytest.mark.parametrize(
+    "fenced",
+    [
+        "```python3\n{}\n```",
+        "```PYTHON title=a\n{}\n```",
+        "``` py\n{}\n``` ",
+        "~~~python\n{}\n~~~",
+        "````python\n{}\n`````",
+        "```python\r\n{}\r\n```\r\n",
+        "1. Run:\n   ```python\n   {}\n   ```",
+        "Use ```x``` here.\n```python\n{}\n```",
+    ],
+)
+def test_python_is_found_in_every_fence_of_markdown(fenced: str) -> None:
+    pieces = split_reply(fenced.format("print(1)"))
+    assert [piece for kind, piece in pieces if kind == "code"] == ["print(1)"]
+
+
+def test_a_program_keeps_its_own_indentation_and_the_fences_that_it_holds() -> None:
+    program = "def f():\n    return '''\n~~~\n'''\n\nprint(f())"
+    assert split_reply(f"```\n{program}\n```") == [("code", program)]
+
+
+def test_a_program_that_is_not_closed_is_text() -> None:
+    assert split_reply("Run:\n```python\nprint(1)\nprint(") == [
+        ("text", "Run:\n```python\nprint(1)\nprint(")
+    ]
+    reply = "```x\n" * 100_000  # takes minutes if every opening fence is searched for its end
+    assert split_reply(reply) == [("text", reply.strip())]
+
+
 def test_spans_are_immutable(tag_tokenizer: ProtocolTokenizer) -> None:
     span = scan(tag_tokenizer, ("controller", "<think>a</think>"), end=False).spans[0]
     with pytest.raises(dataclasses.FrozenInstanceError):
