@@ -210,6 +210,7 @@ def run(config: ExportConfig) -> Path:
 
     Raises:
         CheckpointError: The folder is no checkpoint, or a broken one.
+        ConfigError: A latent policy's export has no use for one of the settings.
         LicenceError: The licence of the base model is not known.
         ResultsError: A results file is broken, or was measured on other weights.
         ExportError: The target is taken or cannot be written, or the export does not reproduce
@@ -227,8 +228,7 @@ def run(config: ExportConfig) -> Path:
     if is_latent(source):
         from stages.latent.export import export_latent
 
-        name = config.name or target.name
-        return export_latent(source, target, name=name, tolerance=config.tolerance)
+        return export_latent(config, source, target)
     settings = ProtocolSettings.load(source)
     results = _results(config, source)
     runs = [TrainingRun.load(folder) for folder in _run_folders(config, source)]

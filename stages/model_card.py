@@ -89,13 +89,10 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     expected = [_eval_result(row) for row in results]
-    base = facts.licences.base_model or ""
     data = ModelCardData(
-        license=facts.licences.weights,
+        **licence_data(facts.licences),
         library_name="peft" if facts.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        base_model=base if _HUB_NAME.fullmatch(base) else None,  # a path means nothing elsewhere
-        datasets=[name for name, _ in facts.licences.data if _HUB_NAME.fullmatch(name)] or None,
         tags=["rivet", "math", "tool-use", "expert-distillation"],
         model_name=facts.name if expected else None,
         eval_results=expected or None,
@@ -109,7 +106,7 @@ def write_card(
             _results_section(results),
             _training_section(runs),
             _limits_section(bool(results)),
-            _licence_section(facts.licences),
+            licence_section(facts.licences),
         ]
     )
     path = folder / "README.md"
@@ -213,7 +210,18 @@ sandbox and append `<output>...</output>`; an `<output>` that the model writes i
 trajectory: {limits.max_completion_length} tokens, {limits.max_code_runs} programs."""
 
 
-def _licence_section(licences: Licences) -> str:
+def licence_data(licences: Licences) -> dict[str, Any]:
+    """What the metadata of a card says of licences."""
+    base = licences.base_model or ""
+    return {
+        "license": licences.weights,
+        "base_model": base if _HUB_NAME.fullmatch(base) else None,  # a path means nothing elsewhere
+        "datasets": [name for name, _ in licences.data if _HUB_NAME.fullmatch(name)] or None,
+    }
+
+
+def licence_section(licences: Licences) -> str:
+    """The section of a card about licences."""
     lines = ["## Licence", "", f"- these weights: {licences.weights}"]
     if licences.base_model:
         lines.append(f"- base model, {licences.base_model}: {licences.base}")

@@ -18,21 +18,39 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from rivet.checkpoints import load_tokenizer
+from rivet.config import ConfigError
 from rivet.files import atomic_folder, atomic_write_text
 from rivet.latent.needed import check_named
 from rivet.latent.policy import LatentPolicy, load_policy
 from rivet.latent.prompts import LatentPrompts
 from rivet.latent.sampling import pad_left
 from rivet.settings import ProtocolSettings
+from stages.export_files import write_licence
+from stages.export_licences import Licences, find_licences
+from stages.model_card import licence_data, licence_section
+
+if TYPE_CHECKING:
+    from stages.export import ExportConfig
 
 logger = logging.getLogger(__name__)
 
+# Settings of `rivet export` that are a controller's alone.
+_IGNORED = (
+    "adapter_only",
+    "dtype",
+    "results",
+    "results_checkpoint",
+    "benchmark",
+    "runs",
+    "verify_problems",
+    "verify_tokens",
+)
 PROBES = ("Primes from 12 to 57.", "Calculate 3 + 4 - 1 + 8.", "Solve 5*x - 8 = 12.")
 
 
@@ -40,36 +58,59 @@ class LatentExportError(RuntimeError):
     """An export does not give what its policy gives."""
 
 
-def export_latent(source: Path, target: Path, *, name: str, tolerance: float) -> Path:
+def export_latent(config: ExportConfig, source: Path, target: Path) -> Path:
     """Write a checked export; `target` must not exist.
 
     Args:
+        config: Settings of `rivet export`.
         source: Checkpoint folder of a latent run.
         target: The export.
-        name: Of the model on its card.
-        tolerance: Largest difference of a logit after loading.
 
     Raises:
+        ConfigError: A setting is given that means nothing here.
+        stages.export_licences.LicenceError: The licence of the base model is not known.
         LatentExportError: The export does not reproduce logits.
         rivet.latent.policy.LatentPolicyError: The checkpoint is broken.
         rivet.latent.experts.ExpertError: It does not say which experts it needs.
     """
+    _check_settings(config)
+    licences = find_licences(
+        base_model=config.base_model,
+        base_license=config.base_license,
+        weights=config.license,
+        data=config.data,
+    )
     policy, tokenizer = load_policy(source), load_tokenizer(source)
     check_named(policy.config, source)
     settings = ProtocolSettings.load(source)
     with atomic_folder(target) as folder:
-        policy.save_pretrained(folder)
+        policy.save_pretrained(folder, max_shard_size=config.max_shard_size)
         tokenizer.hf.save_pretrained(folder)
         settings.save(folder)
-        atomic_write_text(folder / "README.md", card(policy, name, _results(source)))
+        write_licence(licences.weights, folder)
+        text = card(policy, config.name or target.name, licences, _results(source))
+        atomic_write_text(folder / "README.md", text)
         difference = _verify(source, folder)
-        if not difference <= tolerance:
+        if not difference <= config.tolerance:
             raise LatentExportError(
                 f"{target}: logits differ by {difference:.3g} after loading, expected at most "
-                f"{tolerance:.3g}; nothing was exported"
+                f"{config.tolerance:.3g}; nothing was exported"
             )
     logger.info("exported %s; logits differ by at most %.1g after loading", target, difference)
     return target
+
+
+def _check_settings(config: ExportConfig) -> None:
+    plain = type(config)(config.checkpoint)
+    ignored = [name for name in _IGNORED if getattr(config, name) != getattr(plain, name)]
+    if ignored:
+        raise ConfigError(
+            [
+                f"{name}: got {getattr(config, name)!r}, expected it left out: the export of a "
+                "latent policy holds the whole policy as it is and the results of its own run"
+                for name in ignored
+            ]
+        )
 
 
 def _results(source: Path) -> Mapping[str, Any]:
@@ -80,16 +121,21 @@ def _results(source: Path) -> Mapping[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def card(policy: LatentPolicy, name: str, results: Mapping[str, Any]) -> str:
+def card(policy: LatentPolicy, name: str, licences: Licences, results: Mapping[str, Any]) -> str:
     """The model card."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        **licence_data(licences),
+        library_name="transformers",
+        tags=["rivet", "latent-collaboration"],
+    )
     parameters = sum(p.numel() for p in policy.parameters())
     adapter = policy.model.context_adapter
     phi = 0 if adapter is None else sum(p.numel() for p in adapter.parameters())
     lines = [
         "---",
-        "library_name: transformers",
-        "license: apache-2.0",
-        "tags: [rivet, latent-collaboration]",
+        data.to_yaml(),
         "---",
         f"# {name}",
         "",
@@ -113,6 +159,8 @@ def card(policy: LatentPolicy, name: str, results: Mapping[str, Any]) -> str:
         "## Measured",
         "",
         *_measured(results.get("rows", [])),
+        "",
+        licence_section(licences),
     ]
     return "\n".join(lines) + "\n"
 

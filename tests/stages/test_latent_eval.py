@@ -27,6 +27,7 @@ from rivet.latent.states import ExpertStates
 from rivet.runs import RunDirError
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
+from stages.export import ExportConfig
 from stages.latent.evaluate import evaluate
 from stages.latent.export import export_latent
 from stages.latent.source import LatentSource, Sampling
@@ -141,7 +142,8 @@ def test_its_report_is_that_of_every_evaluation_with_the_viewer(full: Arm, tmp_p
 
 @pytest.mark.slow
 def test_an_export_gives_the_same_rows(full: Arm, tmp_path: Path) -> None:
-    export_latent(full.checkpoint, tmp_path / "export", name="n", tolerance=1e-6)
+    target = tmp_path / "export"
+    export_latent(ExportConfig(str(full.checkpoint), tolerance=1e-6), full.checkpoint, target)
     for name, model in (("one", full.checkpoint), ("two", tmp_path / "export")):
         run(eval_config(full, tmp_path / name, model=str(model)))
     for condition in ("experts", "no-expert"):
@@ -268,7 +270,7 @@ def test_what_a_policy_says_of_its_experts_is_checked(
     with pytest.raises(ExpertError, match=message):
         run(eval_config(full, tmp_path / "eval", model=str(broken)))
     with pytest.raises(ExpertError, match=message):
-        export_latent(broken, tmp_path / "export", name="x", tolerance=1e-4)
+        export_latent(ExportConfig(str(broken)), broken, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from rivet.config import ConfigError
@@ -349,9 +350,46 @@ def test_an_export_that_is_not_its_policy_is_refused(
 ) -> None:
     monkeypatch.setattr(latent_export, "_verify", lambda source, folder: 0.5)
     with pytest.raises(latent_export.LatentExportError, match=r"differ by 0\.5"):
-        latent_export.export_latent(
-            finished[0] / "checkpoint", tmp_path / "export", name="n", tolerance=1e-5
-        )
+        export(ExportConfig(str(finished[0]), str(tmp_path / "export")))
+    assert not (tmp_path / "export").exists()
+
+
+def test_an_export_carries_the_licences_that_it_is_given(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_export, "_verify", lambda source, folder: 0.0)
+    target = tmp_path / "export"
+    config = ExportConfig(
+        str(finished[0]),
+        str(target),
+        base_model="meta-llama/Llama-3.2-1B",
+        base_license="llama3.2",
+        data=["openai/gsm8k: mit"],
+    )
+    text = (export(config) / "README.md").read_text(encoding="utf-8")
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["license"] == "llama3.2" and head["base_model"] == "meta-llama/Llama-3.2-1B"
+    assert head["datasets"] == ["openai/gsm8k"]
+    assert "- base model, meta-llama/Llama-3.2-1B: llama3.2" in text and "apache" not in text
+    assert not (target / "LICENSE").exists()
+    export(ExportConfig(str(finished[0]), str(target), overwrite=True))
+    text = (target / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0"
+    assert (target / "LICENSE").is_file()
+
+
+def test_an_export_refuses_settings_that_mean_nothing_for_a_latent_policy(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    config = ExportConfig(
+        str(finished[0]),
+        str(tmp_path / "export"),
+        adapter_only=True,
+        results=["eval/results.json"],
+        verify_problems=0,
+    )
+    with pytest.raises(ConfigError, match=r"adapter_only: .*\nresults: .*\nverify_problems: "):
+        export(config)
     assert not (tmp_path / "export").exists()
 
 
