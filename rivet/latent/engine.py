@@ -103,6 +103,7 @@ class LatentEngine:
             seeds=None if is_greedy else [request.seed for request in requests],
             max_new_tokens=min(self._max_completion_length, length or self._max_completion_length),
             eos_ids=self._tokenizer.eos_ids,
+            vocab_size=len(self._tokenizer.token_bytes),
             temperature=1.0 if is_greedy else sampling.temperature,
             **truncated,  # type: ignore[arg-type]
         )

@@ -68,6 +68,7 @@ def sample(
     seeds: Sequence[int] | None,
     max_new_tokens: int,
     eos_ids: Collection[int],
+    vocab_size: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -82,6 +83,8 @@ def sample(
         seeds: Seed of each sample, R integers; None is greedy.
         max_new_tokens: Most tokens of a completion.
         eos_ids: Tokens that end one.
+        vocab_size: V, tokens that can be sampled; None is all that the model has an output for,
+            those that pad its embeddings beyond the tokenizer included.
         temperature: Above 0.
         top_k: Sample from the k most likely tokens only; 0 from all.
         top_p: Nucleus mass in (0, 1].
@@ -109,7 +112,7 @@ def sample(
     done = torch.zeros(len(index), dtype=torch.bool, device=device)
     tokens, logps, alive = [], [], []
     for t in range(max_new_tokens):
-        scores = policy.lm_head(hidden).float() / temperature  # (R, V)
+        scores = policy.lm_head(hidden)[:, :vocab_size].float() / temperature  # (R, V)
         if top_k > 0 or top_p < 1:
             scores = truncate(scores, top_k, top_p)
         distribution = scores.log_softmax(-1)

@@ -45,12 +45,13 @@ class Generation:
         ids: Sampled token ids, shape (n,); the last may reach past the stop string.
         logprobs: Log-probability of each under the distribution that it was drawn from (after
             temperature), shape (n,). Greedy decoding reports those at temperature 1.
-        finish_reason: `stop` (a stop string was completed), `eos`, or `length`.
+        finish_reason: `stop` (a stop string was completed), `eos`, `length`, or `unknown_token`: a
+            token came that the tokenizer does not have; it is not among the ids.
     """
 
     ids: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "eos", "length"]
+    finish_reason: Literal["stop", "eos", "length", "unknown_token"]
 
 
 class Backend(Protocol):

@@ -31,6 +31,8 @@ class SlotDecoder:
     Args:
         model: With attention in every layer; plain or a PEFT model. Sliding windows bound the
             context: what fits into one is seen whole.
+        vocab_size: V, tokens that can be sampled. Models pad their embeddings beyond the tokenizer;
+            what is there has no text.
         max_batch: Slots.
         max_context: Longest context in tokens; None takes what the model allows, at most 4096.
 
@@ -38,8 +40,11 @@ class SlotDecoder:
         ValueError: The model cannot be served this way, or the context is too long for it.
     """
 
-    def __init__(self, model: torch.nn.Module, max_batch: int, max_context: int | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vocab_size: int, max_batch: int, max_context: int | None
+    ) -> None:
         self._model = _unwrap(model)
+        self._vocab_size = vocab_size
         self._config = self._model.config.get_text_config()
         allowed = _longest_context(self._config)
         self.max_context = min(allowed, _LONGEST_CONTEXT) if max_context is None else max_context
@@ -110,7 +115,9 @@ class SlotDecoder:
         for call in calls:
             call.slot.seen = call.prompt.copy()
         sampler = Sampler([call.draw for call in calls], self._device)
-        tokens, logprobs = sampler(logits, np.array([len(call.prompt) for call in calls]))
+        tokens, logprobs = sampler(
+            logits[:, : self._vocab_size], np.array([len(call.prompt) for call in calls])
+        )
         return tokens.tolist(), logprobs.tolist()
 
     def decode(self, calls: list[Call]) -> tuple[list[int], list[float]]:
@@ -137,7 +144,7 @@ class SlotDecoder:
             logits = self._forward(batch.ids, batch.positions, mask)
         for call in calls:
             call.slot.seen.append(call.ids[-1])
-        tokens, logprobs = batch.sampler(logits, batch.positions_to_sample)
+        tokens, logprobs = batch.sampler(logits[:, : self._vocab_size], batch.positions_to_sample)
         batch.advance(tokens)
         return tokens.tolist(), logprobs.tolist()
 

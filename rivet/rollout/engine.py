@@ -22,14 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rivet.experts.types import ExpertReply, Experts, sample_key
-from rivet.protocol import (
-    STOP_EXPERT,
-    STOP_OUTPUT,
-    STOP_PYTHON,
-    Scanner,
-    Span,
-    split_reply,
-)
+from rivet.protocol import STOP_EXPERT, STOP_OUTPUT, STOP_PYTHON, Scanner, Span, split_reply
 from rivet.rollout.backend import Backend, BackendError
 from rivet.rollout.live import Live, OnTokens
 from rivet.rollout.splice import Splice, Splicer
@@ -231,6 +224,8 @@ class _Rollout:
             logger.warning("rollout %s: the backend failed: %s", request.id, error)
             raise _End("fault", fault="backend:error") from error
         self._append("controller", generation.ids, generation.logprobs)
+        if generation.finish_reason == "unknown_token":
+            raise _End("malformed", "a token that the tokenizer does not have")
         self._check_forbidden()
 
     def _append(

@@ -37,7 +37,9 @@ class LocalBackend:
 
     Args:
         model: A causal language model with attention in every layer, plain or a PEFT model.
-        tokenizer: Gives the bytes of tokens (for stop strings) and the end-of-turn ids.
+        tokenizer: Gives the bytes of tokens (for stop strings) and the end-of-turn ids. Only its
+            tokens are sampled; a trainer's log-probabilities share their mass with those that pad
+            the model's embeddings, which is next to none in a trained model.
         max_batch: Slots: rollouts that are sampled at the same time.
         max_context: Longest context in tokens, prompt included. Default: what the model allows (no
             more than a sliding window), at most 4096. Memory is taken as contexts grow.
@@ -65,7 +67,7 @@ class LocalBackend:
         if device is not None or dtype is not None:
             model.to(device=device, dtype=dtype)
         self._tokenizer = tokenizer
-        self._decoder = SlotDecoder(model, max_batch, max_context)
+        self._decoder = SlotDecoder(model, len(tokenizer.token_bytes), max_batch, max_context)
         self.max_context = self._decoder.max_context
         self._table = SlotTable(max_batch)
         self._waiting: deque[Call] = deque()

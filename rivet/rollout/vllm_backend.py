@@ -139,6 +139,8 @@ class VLLMBackend:
             for token, logprob in zip(completion.ids, completion.logprobs, strict=True):
                 if token in banned_ids:
                     raise BackendError(f"vLLM sampled token {token}, which is banned")
+                if token >= len(self._tokenizer.token_bytes):  # it pads the model's embeddings
+                    return Generation(ids, logprobs, "unknown_token")
                 ids.append(token)
                 logprobs.append(logprob)
                 if on_token is not None:

@@ -132,6 +132,22 @@ def test_a_row_says_how_it_ended_and_its_text_is_the_answer(world: World) -> Non
     assert ended.completion_ids == [first]
 
 
+def test_tokens_that_pad_the_embeddings_are_never_sampled(world: World) -> None:
+    size = len(world.tokenizer.token_bytes)
+    head = world.policy.lm_head
+    padding = 100 * torch.ones(8)
+    project = head.forward
+    head.forward = (
+        lambda hidden: torch.cat(  # type: ignore
+            [project(hidden), padding.expand(*hidden.shape[:-1], 8)], -1
+        )
+    )
+    for temperature in (0.0, 1.0):
+        for row in world.run(world.requests(SamplingParams(temperature), 1)):
+            assert max(row.completion_ids) < size
+            assert all(logprob is not None and logprob > -50 for logprob in row.logprobs)
+
+
 def test_a_failure_reaches_everybody_and_the_next_request_is_served(world: World) -> None:
     requests = world.requests(SamplingParams(), 1)
     broken = [replace(request, problem_id="unknown") for request in requests]

@@ -577,6 +577,32 @@ async def test_nobody_waits_for_the_slowest_and_order_is_kept(tag_tokenizer) -> 
     assert all(t.finish == "answer" for t in got)
 
 
+@pytest.mark.parametrize("mode", ["experts", "plain"])
+async def test_a_token_that_the_tokenizer_does_not_have_ends_its_own_trajectory_alone(
+    tag_tokenizer, mode
+) -> None:
+    class Padded(ByProblem):
+        """One session gets a token of the padding behind its first call's tokens."""
+
+        async def generate(self, prompt_ids: Sequence[int], **arguments: Any) -> Generation:
+            got = await super().generate(prompt_ids, **arguments)
+            if arguments["session"].startswith("padded"):
+                return replace(got, finish_reason="unknown_token")
+            return got
+
+    engine = build_engine(tag_tokenizer, "")
+    engine.backend = Padded(tag_tokenizer, {"padded": ASK, "sound": ANSWER})  # type: ignore
+    requests = [
+        replace(REQUEST, problem_id=n, mode=mode, max_completion_length=len(ASK))
+        for n in ("padded", "sound")
+    ]
+    engine.backend.backends["padded"].script += [1] * len(ASK)  # type: ignore
+    padded, sound = await engine.rollouts(requests)
+    assert (padded.finish, padded.fault, padded.well_formed) == ("malformed", None, False)
+    assert not engine.experts.asked and padded.completion_ids  # type: ignore
+    assert sound.finish == "answer"
+
+
 async def test_in_flight_is_bounded(tag_tokenizer) -> None:
     meeting = Meeting()
     scripts = {str(n): f'<expert name="calc">{n}</expert>{ANSWER}' for n in range(4)}

@@ -71,6 +71,28 @@ async def test_greedy_equals_hf_generate_on_ragged_prompts(model, tag_tokenizer)
         assert_logprobs(model, prompt, generation)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # the fast step, and the model's forward
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_tokens_that_pad_the_embeddings_are_never_sampled(
+    tag_tokenizer, build_model, kind, temperature
+) -> None:
+    model, size = build_model(tag_tokenizer, kind), len(tag_tokenizer.token_bytes)
+    model.resize_token_embeddings(size + 64, mean_resizing=False)
+    with torch.no_grad():  # the most likely ones, if they counted
+        model.get_output_embeddings().weight[size:] *= 100
+    prompts = random_prompts([5, 30, 12, 2])
+    params = SamplingParams(temperature=temperature)
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        got = await asyncio.gather(*[sample(backend, p, sampling=params) for p in prompts])
+    for prompt, generation in zip(prompts, got, strict=True):
+        assert max(generation.ids) < size
+        with torch.no_grad():
+            x = torch.tensor([[*prompt, *generation.ids]])
+            logits = model(input_ids=x).logits[0, len(prompt) - 1 : -1, :size]
+        picked = logits.log_softmax(-1).gather(-1, torch.tensor(generation.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(generation.logprobs), picked, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_equal_a_full_forward(model, tag_tokenizer, temperature) -> None:
     prompts = random_prompts([5, 30, 12, 2])

@@ -100,6 +100,18 @@ async def test_it_goes_on_where_the_server_saw_a_stop_that_the_bytes_do_not_hold
     assert server.bodies[1]["seed"] != server.bodies[0]["seed"]
 
 
+async def test_a_token_that_the_tokenizer_does_not_have_ends_the_call_before_it(
+    tag_tokenizer: ProtocolTokenizer,
+) -> None:
+    known, unknown = tag_tokenizer.encode("12 and"), len(tag_tokenizer.token_bytes)
+    async with FakeVLLM() as server, VLLMBackend([server.url], tag_tokenizer) as backend:
+        server.answer = lambda body: (200, completion([*known, unknown, *known], "length"))
+        shown: list[int] = []
+        got = await generate(backend, stop=("</python>",), on_token=shown.append)
+    assert (got.ids, got.finish_reason) == (known, "unknown_token")
+    assert len(got.logprobs) == len(known) and shown == known
+
+
 async def test_the_context_bounds_what_is_asked_for(tag_tokenizer: ProtocolTokenizer) -> None:
     async with FakeVLLM(length=10) as server, VLLMBackend([server.url], tag_tokenizer) as backend:
         assert backend.max_context == 10
