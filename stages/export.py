@@ -152,6 +152,10 @@ class ExportConfig:
             faults.append(
                 f"max_shard_size: got {self.max_shard_size!r}, expected a size such as 5GB or 500MB"
             )
+        if self.adapter_only and self.dtype != "auto":
+            faults.append(
+                f"dtype: got {self.dtype!r}, expected auto with adapter_only, which copies files"
+            )
         if faults:
             raise ConfigError(faults)
 

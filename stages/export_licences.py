@@ -41,7 +41,7 @@ def find_licences(*, base_model: str, base_license: str, weights: str, data: lis
         data: Entries `NAME: LICENCE`.
 
     Raises:
-        LicenceError: One is not known.
+        LicenceError: One is not known, or it is that of no model.
     """
     pairs = []
     for entry in data:
@@ -49,6 +49,11 @@ def find_licences(*, base_model: str, base_license: str, weights: str, data: lis
         if not colon or not name.strip() or not licence.strip():
             raise LicenceError(f"data: got {entry!r}, expected NAME: LICENCE")
         pairs.append((name.strip(), licence.strip()))
+    if base_license and not base_model:
+        raise LicenceError(
+            f"base_license is {base_license!r} without a base model; expected its name as "
+            "--base_model: weights without one are called trained from scratch"
+        )
     if not base_model:
         return Licences(weights or "apache-2.0", data=tuple(pairs))
     base = base_license or _licence_on_card(base_model)

@@ -7,7 +7,7 @@ that it sampled from, the digest is held against the checkpoint that is exported
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ def read_results(path: Path, *, benchmark: str = "", checkpoint: str = "") -> li
         benchmark: What was measured on, where neither a row nor the run says.
         checkpoint: Take only rows of this one; empty takes all, which must be of one.
 
+    Returns:
+        The rows; of a measurement on several sets (`by.source`) one for each set.
+
     Raises:
         ResultsError: The file or a row is not as expected, no row is of the checkpoint, or rows are
             of several and none was named.
@@ -61,7 +64,7 @@ def read_results(path: Path, *, benchmark: str = "", checkpoint: str = "") -> li
             f'{path}: cannot be read ({error!r}); expected JSON with "rows", as `rivet eval` and '
             "`rivet demo` write"
         ) from error
-    found = [_row(path, n, row, benchmark) for n, row in enumerate(rows, 1)]
+    found = [part for n, row in enumerate(rows, 1) for part in _parts(path, n, row, benchmark)]
     chosen = [row for row in found if not checkpoint or row.checkpoint == checkpoint]
     there = ", ".join(sorted({row.checkpoint for row in found}))
     if found and not chosen:
@@ -95,9 +98,10 @@ def check_measured_on(path: Path, rows: list[ResultRow], weights: Path) -> None:
             )
 
 
-def _row(path: Path, n: int, row: Any, benchmark: str) -> ResultRow:
+def _parts(path: Path, n: int, row: Any, benchmark: str) -> list[ResultRow]:
+    """One row of the file; where it was measured on several sets, a row for each of them."""
     try:
-        return ResultRow(
+        whole = ResultRow(
             benchmark=str(row.get("benchmark") or benchmark or _benchmark_of_run(path)),
             condition=row["condition"],
             accuracy=row["accuracy"],
@@ -107,6 +111,21 @@ def _row(path: Path, n: int, row: Any, benchmark: str) -> ResultRow:
             checkpoint=str(row.get("checkpoint", "")),
             well_formed=row.get("well_formed"),
         )
+        sets = row.get("by", {}).get("source", {})
+        if len(sets) < 2:
+            return [whole]
+        return [
+            replace(
+                whole,
+                benchmark=name or whole.benchmark,
+                accuracy=part["value"],
+                ci_low=part["ci"][0],
+                ci_high=part["ci"][1],
+                n=part["n"],
+                well_formed=None,  # known of all of them together
+            )
+            for name, part in sets.items()
+        ]
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise ResultsError(f"{path}: row {n}: {error!r}") from error
 
@@ -119,6 +138,7 @@ def _benchmark_of_run(path: Path) -> str:
         raise ValueError("names no benchmark; set --benchmark") from error
     settings = manifest["config"]
     problems = settings.get("problems", "miniworld")
-    if problems == "miniworld":
+    names = [problems] if isinstance(problems, str) else problems
+    if names == ["miniworld"]:
         return f"rivet mini-world, {settings.get('split', 'test')} split"
-    return Path(problems).name
+    return ", ".join(Path(name).name for name in names)

@@ -40,7 +40,7 @@ from stages import export, export_check, export_verify
 from stages.export import ExportConfig, ExportError
 from stages.export_files import with_protocol
 from stages.export_licences import LicenceError
-from stages.measurements import ResultsError
+from stages.measurements import ResultsError, read_results
 
 SETTINGS = ProtocolSettings(
     prompt="bare",
@@ -357,10 +357,12 @@ def test_results_that_are_no_measurements_are_refused(
         export.run(config)
 
 
-def evaluation(folder: Path, weights: str) -> Path:
-    """What an evaluation on a file of problems leaves."""
-    with RunDir.open(folder, {"problems": "data/sums.jsonl"}, stage="eval") as run:
-        run.write_json("results.json", {"rows": ROWS[1:2]})
+def evaluation(
+    folder: Path, weights: str, problems: str | list[str] = "data/sums.jsonl", **more: Any
+) -> Path:
+    """What an evaluation on files of problems leaves."""
+    with RunDir.open(folder, {"problems": problems}, stage="eval") as run:
+        run.write_json("results.json", {"rows": [ROWS[1] | more]})
         store = folder / "local" / "trajectories"
         store.mkdir(parents=True)
         atomic_write_json(store / "settings.json", {"weights": weights})
@@ -380,6 +382,39 @@ def test_the_benchmark_is_that_of_the_evaluation(
     )
     measured = ModelCard.load(target / "README.md").data.eval_results
     assert [(r.dataset_name, r.dataset_type) for r in measured] == [("sums.jsonl", "sums-jsonl")]
+
+
+def test_an_evaluation_of_several_sets_is_a_row_for_each_on_the_card(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    sets = {
+        "aime-2025": {"value": 0.25, "ci": [0.1, 0.5], "n": 30},
+        "sums": {"value": 0.75, "ci": [0.5, 0.9], "n": 20},
+    }
+    weights, names = weights_fingerprint(checkpoint), ["aime-2025", "data/sums.jsonl"]
+    path = evaluation(tmp_path / "several", weights, names, by={"source": sets})
+    rows = read_results(path)
+    assert [(r.benchmark, r.accuracy, r.ci_low, r.ci_high, r.n) for r in rows] == [
+        ("aime-2025", 0.25, 0.1, 0.5, 30),
+        ("sums", 0.75, 0.5, 0.9, 20),
+    ]
+    assert {(r.condition, r.checkpoint, r.well_formed) for r in rows} == {("local", "stage2", None)}
+
+
+@pytest.mark.parametrize(
+    ("problems", "benchmark"),
+    [
+        (["data/sums.jsonl"], "sums.jsonl"),
+        (["data/sums.jsonl", "more/sums.parquet"], "sums.jsonl, sums.parquet"),
+        (["miniworld"], "rivet mini-world, test split"),
+    ],
+)
+def test_sets_that_are_not_told_apart_are_named_together(
+    tmp_path: Path, problems: list[str], benchmark: str
+) -> None:
+    one = {"source": {"sums": {"value": 0.5, "ci": [0.1, 0.9], "n": 20}}}
+    path = evaluation(tmp_path / "eval", "0123", problems, by=one)
+    assert [row.benchmark for row in read_results(path)] == [benchmark]
 
 
 def test_another_models_results_are_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -506,6 +541,21 @@ def test_licences_of_base_and_data_are_on_the_card(
     assert "base: qwen-research" in card_read.text
     assert "- data, our own problems: cc0-1.0" in card_read.text
     assert not (target / "LICENSE").exists()  # ours is not theirs
+
+
+def test_a_licence_of_the_base_without_its_model_is_refused(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    config = ExportConfig(
+        checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), base_license="llama3.2"
+    )
+    with pytest.raises(LicenceError, match=r"'llama3.2' without a base model; .* --base_model"):
+        export.run(config)
+
+
+def test_the_number_format_of_an_adapter_cannot_be_chosen() -> None:
+    with pytest.raises(ConfigError, match="dtype: got 'float16', expected auto with adapter_only"):
+        ExportConfig("checkpoint", adapter_only=True, dtype="float16")
 
 
 def test_a_licence_of_data_is_a_pair(checkpoint: Path, tmp_path: Path) -> None:
