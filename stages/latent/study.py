@@ -3,7 +3,7 @@
     rivet latent-study stages/recipes/latent-study_mini.yaml
 
 Arms run one after another in one process, each over all seeds; a killed study goes on where it
-was, and after every arm the results so far are on disk.
+was, and after every run, failed ones too, the results so far are on disk.
 
     OUTPUT_DIR/seed-1/full/...     one run folder per arm and seed
     OUTPUT_DIR/results.json        {"runs": [...], "rows": [...], "gates": [...], ...}
@@ -112,13 +112,13 @@ def _run_arms(config: LatentStudyConfig, folder: Path) -> dict[str, Any]:
             except Exception as error:  # one arm that fails takes none of the others with it
                 logger.error("%s, seed %d failed: %s", name, seed, error)
                 failures.append({"seed": seed, "arm": name, "error": str(error)})
-                continue
-            runs.append({**result, "name": name, "folder": name})
+            else:
+                runs.append({**result, "name": name, "folder": name})
             results = summary(runs, failures, list(config.arms))
             atomic_write_json(folder / "results.json", results)
             atomic_write_text(folder / "table.md", table(results) + "\n")
             write_latent_report(folder)
-    return results | {"failures": failures, "runs": runs}
+    return results
 
 
 def summary(

@@ -20,6 +20,7 @@ from rivet.config import ConfigError, load_config
 from rivet.grading import Grade, Grader, Request
 from rivet.latent.states import ExpertStates, ProblemStates
 from rivet.trajectory import Segment, Trajectory
+from stages.latent.config import LatentConfig
 from stages.latent.evaluate import ENTROPIES, correlations
 from stages.latent.listener import Listener
 from stages.latent.source import LatentSource, Sampling
@@ -317,6 +318,31 @@ def test_a_study_checks_the_settings_of_every_arm_before_it_starts(tmp_path: Pat
     assert any(fault.startswith("arms: odd: ") for fault in error.value.faults)
     assert any(fault.startswith("arms: none: ") for fault in error.value.faults)
     assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize("broken", [("late",), ("full", "late")])
+def test_a_study_writes_down_arms_that_fail_after_the_last_success_or_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
+) -> None:
+    def result_or_fault(config: LatentConfig) -> dict[str, Any]:
+        name = Path(str(config.output_dir)).name
+        if name in broken:
+            raise RuntimeError(f"{name} ran out of luck")
+        return study_runs()[0]
+
+    monkeypatch.setattr("stages.latent.main.finished_or_run", result_or_fault)
+    config = LatentStudyConfig(
+        base=str(RECIPES / "latent_mini.yaml"),
+        output_dir=str(tmp_path / "study"),
+        seeds=[1],
+        arms={"full": {}, "late": {}},
+    )
+    results = run(config)
+    assert json.loads((tmp_path / "study" / "results.json").read_text()) == results
+    assert [failure["arm"] for failure in results["failures"]] == list(broken)
+    page = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
+    assert "late ran out of luck" in page
+    assert not (tmp_path / "study" / "finished.json").exists()
 
 
 def test_specialists_tokenize_the_same_text_differently() -> None:
