@@ -64,8 +64,14 @@ def check_weights(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     for index in folder.glob("*.safetensors.index.json"):
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        missing = sorted({shard for shard in shards if not (folder / shard).is_file()})
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: cannot be read ({error!r}); expected the index of the weights' files: "
+                "copy the checkpoint again"
+            ) from error
         if missing:
             raise CheckpointError(f"{folder / missing[0]}: missing, but named by {index.name}")
     files = sorted(folder.glob("*.safetensors"))

@@ -207,7 +207,7 @@ def _takes_bare(cls: type, name: str) -> bool:
 def _scalar(token: str) -> Any:
     try:
         value = yaml.safe_load(token)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # 2024-02-30 looks like a date
         return token
     return token if isinstance(value, str) else value
 
@@ -221,7 +221,7 @@ def _read_recipe(path: Path) -> list[_Setting]:
         raise ConfigError([f"{path}: no such file; expected a YAML recipe{near}"]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); expected YAML text"]) from error
-    loader: yaml.SafeLoader | None = None
+    loader, line = None, 1
     try:
         loader = yaml.SafeLoader(text)  # refuses control characters at once
         root = loader.get_single_node()
@@ -247,6 +247,12 @@ def _read_recipe(path: Path) -> list[_Setting]:
         raise ConfigError([f"{path}:{line}: broken YAML: {error.problem}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}: broken YAML: {error}"]) from error
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            [f"{path}:{line}: no YAML value: {error}; put text between quotes"]
+        ) from error
     finally:
         if loader is not None:
             loader.dispose()

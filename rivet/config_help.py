@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -13,7 +15,11 @@ import yaml
 from rivet.typed_values import describe
 
 _FOREIGN = ("trl", "transformers")
-_SECRET_ENDINGS = ("_token", "api_key", "password", "secret")
+# By their whole names: `eos_token` and `pad_token` are settings of TRL, and no secrets.
+_SECRET = re.compile(
+    r"token|(?:.*_)?(?:(?:hub|hf|access|auth|bearer)_token|api_key|password|secret)", re.IGNORECASE
+)
+_WITHHELD = "<withheld>"
 _MISSING = dataclasses.MISSING
 
 
@@ -42,8 +48,25 @@ def _is_foreign(owner: type) -> bool:
     return owner.__module__.split(".")[0] in _FOREIGN
 
 
-def _is_secret(name: Any, value: Any) -> bool:
-    return isinstance(value, str) and str(name).lower().endswith(_SECRET_ENDINGS)
+def is_secret(name: str) -> bool:
+    """Whether a setting's value is not to be shown or stored."""
+    return _SECRET.fullmatch(name) is not None
+
+
+def shown_command(words: Sequence[str]) -> str:
+    """A command line for people and for files, without the values of secret settings."""
+    shown: list[str] = []
+    follows_secret = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        names_secret = word.startswith("--") and is_secret(name[2:].replace("-", "_"))
+        if names_secret and equals:
+            word = f"{name}={_WITHHELD}"
+        elif follows_secret and not word.startswith("--"):
+            word = _WITHHELD
+        follows_secret = names_secret and not equals
+        shown.append(word)
+    return shlex.join(shown)
 
 
 def _help_of(item: dataclasses.Field[Any]) -> str:
@@ -71,7 +94,7 @@ def to_plain(value: Any) -> Any:
         items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return to_plain(items)
     if isinstance(value, Mapping):
-        return {str(k): "<withheld>" if _is_secret(k, v) else to_plain(v) for k, v in value.items()}
+        return {str(k): _plain_entry(str(k), v) for k, v in value.items()}
     if isinstance(value, Enum):
         return to_plain(value.value)
     if isinstance(value, list | tuple):
@@ -81,6 +104,10 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value)
+
+
+def _plain_entry(name: str, value: Any) -> Any:
+    return _WITHHELD if isinstance(value, str) and is_secret(name) else to_plain(value)
 
 
 def shown(value: Any) -> str:

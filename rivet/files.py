@@ -92,11 +92,15 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left of `path`, one with our own id included."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        pid = left.name.rpartition("-")[2]
-        if is_leftover(left) and (int(pid) == os.getpid() or not _is_running(int(pid))):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove what killed processes left of `path`, one with our own id included.
+
+    The old folder itself goes only where there is a new one.
+    """
+    for kind in ("tmp", "old") if path.exists() else ("tmp",):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{kind}-*"):
+            pid = left.name.rpartition("-")[2]
+            if is_leftover(left) and (int(pid) == os.getpid() or not _is_running(int(pid))):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_running(pid: int) -> bool:
@@ -121,9 +125,15 @@ def recover_folder(path: str | Path) -> None:
     """Undo an `atomic_folder` that was killed between its two renames."""
     path = Path(path)
     if not path.exists():
-        for old in path.parent.glob(f".{path.name}.old-*"):
+        for old in path.parent.glob(f".{glob.escape(path.name)}.old-*"):
             os.replace(old, path)
             return
+
+
+def recover_all(root: Path) -> None:
+    """`recover_folder` for every folder below one."""
+    for old in [p for p in root.rglob(".*.old-*") if is_leftover(p)]:
+        recover_folder(old.with_name(old.name[1:].rpartition(".old-")[0]))
 
 
 def temporary_beside(path: Path) -> Path:

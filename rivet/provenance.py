@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from rivet.config_help import shown_command
 
 _PACKAGES = (
     "rivet torch transformers trl peft accelerate datasets vllm openai numpy math-verify "
@@ -21,7 +22,7 @@ def process_facts() -> dict[str, Any]:
     """What is worth knowing later about the process that computes."""
     return {
         "started_at": now(),
-        "command": shlex.join(sys.argv),
+        "command": shown_command(sys.argv),
         "git": _git_state(),
         "versions": _versions(),
         "platform": platform.platform(),

@@ -30,7 +30,7 @@ from rivet.files import (
     explain_full_disk,
     is_disk_full,
     is_leftover,
-    recover_folder,
+    recover_all,
     remove,
 )
 from rivet.json_lines import append_line, read_lines
@@ -259,6 +259,7 @@ class RunDir:
                     f"{self.path}: holds a run of {old['stage']}, which {stage} does not "
                     "overwrite; choose another folder, or remove it yourself"
                 )
+            self._check_keeps_inputs(settings)
             # From here on a kill leaves a folder that the next run empties.
             atomic_write_json(self.path / CONFIG_FILE, {**old, "discarded": True})
             old = {**old, "discarded": True}
@@ -274,7 +275,7 @@ class RunDir:
                 manifest["config"] = settings
             if manifest["resumed"][-1]["git"] != old["git"]:
                 logger.warning("%s: resumed by another commit than it was begun by", self.path)
-            recover_folder(self.checkpoint)
+            recover_all(self.path)
             self._remove_leftovers()
         atomic_write_json(self.path / CONFIG_FILE, manifest)
 
@@ -310,6 +311,19 @@ class RunDir:
                 f"{self.path}: holds an unfinished run; resume it (--resume true) or replace it "
                 "(--overwrite true)"
             )
+
+    def _check_keeps_inputs(self, settings: dict[str, Any]) -> None:
+        """Refuse to empty a folder that a setting other than its own place lies in."""
+        for name, value in settings.items():
+            for item in value if isinstance(value, list) else [value]:
+                if name in _MAY_CHANGE or not isinstance(item, str) or not item:
+                    continue
+                inside = Path(item).resolve()
+                if inside.is_relative_to(self.path.resolve()) and inside.exists():
+                    raise RunDirError(
+                        f"{name}: {item} lies in {self.path}, which would be emptied; expected "
+                        "another output_dir"
+                    )
 
     def _empty(self) -> None:
         """Remove everything but the lock and config.json, which is replaced next."""

@@ -14,6 +14,7 @@ Byte-level BPE and SentencePiece-style vocabularies are supported; others raise 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TAG_NAMES = ("think", "expert", "reply", "python", "output", "answer")
 
@@ -83,9 +86,13 @@ class ProtocolTokenizer:
         return int(token)
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
-        """Exact bytes of a run of tokens, control tokens as their text."""
+        """Exact bytes of a run of tokens, control tokens as their text.
+
+        Ids beyond the vocabulary have none: they pad the embeddings of many models, and whoever
+        samples from all outputs of one may get them.
+        """
         table = self.token_bytes
-        return b"".join([table[i] for i in ids])
+        return b"".join([table[i] for i in ids if i < len(table)])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a run of tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -144,17 +151,34 @@ def _escape_pattern(added: Iterable[str]) -> re.Pattern[str]:
 
 
 def _generation_ends(path: str | Path) -> list[int]:
-    """Tokens that end generation by a model's `generation_config.json`; none without one."""
-    from transformers import GenerationConfig
+    """Tokens that end generation by a model's `generation_config.json`; none without one.
 
-    if Path(path).is_dir():
-        if not (Path(path) / "generation_config.json").is_file():
-            return []
-        return _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
-    try:
-        return _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
-    except OSError:  # transformers' word for a file that the Hub does not have
+    Raises:
+        TokenizerError: The file is broken.
+    """
+    file: Path | None = Path(path) / "generation_config.json"
+    if not Path(path).is_dir():
+        file = _from_the_hub(str(path), "generation_config.json")
+    if file is None or not file.is_file():
         return []
+    try:
+        return _as_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise TokenizerError(f"{file}: cannot be read ({error}); copy it again") from error
+
+
+def _from_the_hub(model: str, name: str) -> Path | None:
+    """A file of a model on the Hub, from its cache where that has it; None if there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except LocalEntryNotFoundError:
+        logger.warning("%s: whether it has a %s cannot be looked up: offline", model, name)
+    except EntryNotFoundError:
+        pass
+    return None
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:

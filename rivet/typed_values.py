@@ -6,6 +6,7 @@ as text, is a number. Unions, choices, enums, lists, tuples, mappings and paths 
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -68,9 +69,11 @@ def _convert_scalar(value: Any, kind: Any) -> Any:
     if kind is float and not isinstance(value, bool):
         try:  # YAML reads 5e-4 as text
             number = float(value) if isinstance(value, int | float | str) else _refuse()
-        except ValueError:
+        except (ValueError, OverflowError):
             _refuse()
-        return number if number == number else _refuse()  # NaN would pass every range check
+        # NaN would pass every range check; a number too large for a float becomes infinite.
+        is_too_large = isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()
+        return _refuse() if math.isnan(number) or is_too_large else number
     if kind is int:
         return value if isinstance(value, int) and not isinstance(value, bool) else _refuse()
     if isinstance(kind, type) and isinstance(value, kind):

@@ -14,7 +14,6 @@ import difflib
 import importlib
 import logging
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -111,7 +110,9 @@ def _run(command: str, argv: list[str], debug: bool) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:
-        resume = shlex.join(["rivet", command, *argv])
+        from rivet.config_help import shown_command
+
+        resume = shown_command(["rivet", command, *argv])
         print(f"\n{str(stop) or 'interrupted'}; resume with: {resume}", file=sys.stderr)
         return 130
     except Exception as error:

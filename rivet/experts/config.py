@@ -251,6 +251,12 @@ def _read_file(path: Path) -> _File:
         line = mark.line + 1 if mark else 1
         reason = getattr(error, "problem", None) or type(error).__name__
         raise ExpertsFileError([f"{path}:{line}: broken YAML: {reason}"]) from error
+    except ExpertsFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # such as 2024-02-30, which looks like a date
+        raise ExpertsFileError(
+            [f"{path}: no YAML value: {error}; put text between quotes"]
+        ) from error
     finally:
         if loader is not None:
             loader.dispose()

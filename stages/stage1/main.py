@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from data.problems import Problem
+from rivet.checkpoints import OpenedCheckpoint, check_checkpoint
 from rivet.config import ConfigError, parse_config
 from rivet.experts.config import ExpertConfig, load_experts
 from rivet.experts.ledger import stop_at_budget
 from rivet.rollout.backend_settings import MAY_CHANGE
 from rivet.runs import RunDir
-from rivet.settings import ExpertCard, ProtocolSettings
-from rivet.tokenization import ProtocolTokenizer
+from rivet.settings import ExpertCard
 from stages.checkpointing import load_controller
 from stages.experts import start_miniworld_experts
 from stages.stage1.config import Stage1Config
@@ -74,7 +74,7 @@ def run(config: Stage1Config) -> Path:
     assert config.output_dir is not None
     # What can be wrong with the input is found before anything is written or started.
     problems = read_problems(config)
-    settings = ProtocolSettings.load(config.model)
+    opened = check_checkpoint(config.model)
     listed: list[ExpertConfig] | None = []
     if config.mode == "experts":
         listed = None if config.experts == "embedded" else load_experts(config.experts)
@@ -87,7 +87,7 @@ def run(config: Stage1Config) -> Path:
     ) as folder:
         args = trainer_arguments(config, folder, len(problems))
         with stop_at_budget(), open_experts(listed) as experts:
-            start = load_start(args, settings, problems, experts)
+            start = load_start(args, opened, problems, experts)
             with (
                 open_servers(args, start) as urls,
                 engine_source(
@@ -138,18 +138,18 @@ def read_problems(config: Stage1Config) -> list[Problem]:
 
 def load_start(
     args: Stage1Config,
-    settings: ProtocolSettings,
+    opened: OpenedCheckpoint,
     problems: list[Problem],
     experts: Sequence[ExpertConfig],
 ) -> Start:
     """Load the controller; it may name the experts that this run has."""
+    settings, tokenizer = opened.settings, opened.tokenizer
     limits = settings.limits
     if args.max_completion_length is not None:
         limits = replace(limits, max_completion_length=args.max_completion_length)
     args.max_completion_length = limits.max_completion_length
     # Without experts at hand the controller keeps the ones that it knows.
     cards = tuple(ExpertCard(expert.name, expert.skill) for expert in experts) or settings.experts
-    tokenizer = ProtocolTokenizer.from_pretrained(args.model)
     tokenizer.hf.padding_side = "left"  # as GRPOTrainer expects
     model = load_controller(args.model, args)
     # The engine samples from this very object, so it goes to its device first.

@@ -22,8 +22,8 @@ from typing import Any
 from accelerate import PartialState
 
 from data.problems import Problem, load_problems
+from rivet.checkpoints import check_checkpoint
 from rivet.config import parse_config
-from rivet.files import recover_folder
 from rivet.prompts import PromptBuilder
 from rivet.runs import FINISHED_FILE, RunDir, RunDirError
 from rivet.settings import ProtocolSettings
@@ -64,8 +64,8 @@ def run(config: Stage2Config) -> Path:
         rivet.interrupt.Interrupted: A signal asked to stop; the state is saved.
     """
     assert config.output_dir is not None
-    settings = ProtocolSettings.load(config.model)
-    tokenizer = ProtocolTokenizer.from_pretrained(config.model)
+    opened = check_checkpoint(config.model)  # before the run folder: its faults are the command's
+    settings, tokenizer = opened.settings, opened.tokenizer
     with RunDir.open(
         config.output_dir, config, stage="stage2", overwrite=config.overwrite
     ) as folder:
@@ -99,7 +99,6 @@ def prepare_dataset(
         The funnel.
     """
     target = folder.path / "dataset"
-    recover_folder(target)
     if folder.is_writer and not is_dataset(target):
         store = TrajectoryStore(config.trajectories)
         if not store.shards():

@@ -290,6 +290,8 @@ async def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, tmp_path) -
     ("file", "content", "message"),
     [
         ("model.safetensors", b"{cut", "model.safetensors: broken weights"),
+        ("model.safetensors.index.json", b"{cut", "index.json: cannot be read"),
+        ("model.safetensors.index.json", b"[]", "index.json: cannot be read"),
         ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
         ("tokenizer.json", None, "its tokenizer cannot be loaded"),
         ("config.json", b"{", "cannot be"),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rivet.config import ConfigError, load_config, parse_config
-from rivet.config_help import own_fields, to_plain
+from rivet.config_help import own_fields, shown_command, to_plain
 from rivet.typed_values import describe
 
 ROOT = Path(__file__).parents[2]
@@ -245,6 +245,38 @@ def test_help_lists_each_setting_with_type_help_and_default(
     text = capsys.readouterr().out
     assert "--loss paper | positive | off\n      Loss. (default: paper)" in text
     assert "50% of what you want. (default: 0.001)" in text
+
+
+def test_no_command_line_shows_a_secret() -> None:
+    words = [
+        "rivet",
+        "stage2",
+        "r.yaml",
+        "--hub_token",
+        "hf_abc",
+        "--seed",
+        "1",
+        "--hub-token=hf_x",
+    ]
+    shown = shown_command(words)
+    assert "hf_" not in shown and shown.startswith("rivet stage2 r.yaml --hub_token ")
+    assert "--seed 1" in shown
+
+
+def test_tokens_of_the_vocabulary_are_no_secrets() -> None:
+    plain = {"eos_token": "<|im_end|>", "pad_token": "<pad>", "max_tokens": "3"}
+    assert to_plain(plain) == plain
+
+
+@pytest.mark.parametrize("text", ["2024-02-30", "0b_", "!!int x", "[" * 3000, "9" * 400])
+def test_what_yaml_cannot_make_a_value_of_is_text_or_a_fault_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--rate", text)
+    assert "--rate: got" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="recipe.yaml:1"):
+        load_config(Config, recipe(tmp_path, f"rate: {text}\n"))
 
 
 def test_secrets_are_not_written_down() -> None:

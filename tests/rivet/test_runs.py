@@ -186,9 +186,33 @@ def test_resuming_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     (tmp_path / ".results.json.tmp-4242").write_text("half")
     (tmp_path / ".checkpoint.old-4242").mkdir()
     (tmp_path / ".checkpoint.old-4242" / "weights").write_text("whole")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / ".dataset[1].old-4242").mkdir()
+    (tmp_path / "sub" / ".dataset[1].old-4242" / "rows").write_text("whole")
     begin(tmp_path)
-    assert not list(tmp_path.glob(".*tmp*")) and not list(tmp_path.glob(".*old*"))
+    assert not list(tmp_path.rglob(".*tmp*")) and not list(tmp_path.rglob(".*old*"))
     assert (run.checkpoint / "weights").read_text() == "whole"
+    assert (tmp_path / "sub" / "dataset[1]" / "rows").read_text() == "whole"
+
+
+def test_an_old_folder_of_the_same_process_id_does_not_stop_the_next_writer(tmp_path: Path) -> None:
+    for name in ("checkpoint", f".checkpoint.old-{os.getpid()}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    with atomic_folder(tmp_path / "checkpoint") as folder:
+        (folder / "weights").write_text("new")
+    assert (tmp_path / "checkpoint" / "weights").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_run_is_not_emptied_of_what_it_was_to_read(tmp_path: Path) -> None:
+    (begin(tmp_path).checkpoint).mkdir()
+    config = {"model": str(tmp_path / "checkpoint"), "output_dir": str(tmp_path)}
+    with pytest.raises(
+        RunDirError, match="model: .* would be emptied; expected another output_dir"
+    ):
+        RunDir.open(tmp_path, config, stage="stage1", overwrite=True)
+    assert (tmp_path / "checkpoint").is_dir()
 
 
 def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rivet.tokenization import ProtocolTokenizer
+from rivet.tokenization import ProtocolTokenizer, TokenizerError, _generation_ends
 
 
 @pytest.mark.parametrize("ends", [None, "missing", "im_end", ["im_end", "endoftext"]])
@@ -23,3 +23,22 @@ def test_a_turn_ends_where_the_generation_config_says_too(
     expected = {ids["im_end"], ids["endoftext"]} if isinstance(ends, list) else {ids["im_end"]}
     assert found.eos_ids == expected
     assert found.eos_id == ids["im_end"]  # what a finished trajectory is ended with
+
+
+def test_a_model_that_cannot_be_looked_up_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert _generation_ends("nobody/has-this-model") == []
+    assert "nobody/has-this-model: whether it has a generation_config.json cannot" in caplog.text
+
+
+def test_a_broken_generation_config_is_named(
+    qwen_tokenizer: ProtocolTokenizer, tmp_path: Path
+) -> None:
+    qwen_tokenizer.hf.save_pretrained(tmp_path)
+    for text in ('{"eos_token_id": [1', "[]", '{"eos_token_id": "end"}'):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(TokenizerError, match=r"generation_config.json: cannot be read"):
+            ProtocolTokenizer.from_pretrained(tmp_path)

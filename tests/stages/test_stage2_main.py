@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from stage2_world import SETTINGS, faulty, save_checkpoint, trajectories
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from rivet.checkpoints import CheckpointError
 from rivet.config import load_config
 from rivet.interrupt import Interrupted
 from rivet.runs import RunDir, RunFinishedError
@@ -248,6 +249,17 @@ def test_empty_store_and_empty_filter_say_what_to_do(
     with pytest.raises(Stage2Error, match="no trajectory passes the filter") as error:
         run(config_of(inputs, tmp_path / "b", trajectories=str(tmp_path / "store")))
     assert "right answer" in str(error.value)
+
+
+def test_a_model_without_its_tokenizer_is_refused_before_the_run_folder(
+    inputs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        run(config_of(inputs, tmp_path / "run", model=str(tmp_path / "model")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_collection_that_lost_a_shard_is_refused(
