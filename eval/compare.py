@@ -1,8 +1,8 @@
-"""Whether one run is better than another: differences paired by problem, with a bootstrap.
+"""Whether one run is better than another: differences paired by problem, with a sign-flip test.
 
 Both runs answered the same problems, so the difference of a problem's means is what varies, and
-resampling problems keeps whatever they have in common (difficulty). Between the conditions
-`experts` and `local` of one checkpoint the difference is the *expert-removal gap*.
+whatever the runs have in common (difficulty) is out of it. Between the conditions `experts` and
+`local` of one checkpoint the difference is the *expert-removal gap*.
 
 Run line: `python -m eval.compare runs/mini/eval/experts runs/mini/eval/local`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from eval.conditions import Condition, read_condition
 from eval.results_file import ResultsError
 
-RESAMPLES = 10_000
+SUBSETS = 10_000
 _BATCH = 2**22  # numbers drawn at once, to bound memory
 # What must agree for a pair to mean anything, with how to name it.
 _MUST_AGREE = {
@@ -42,8 +42,8 @@ class Difference:
 
     Attributes:
         value: Mean difference, in [-1, 1].
-        low, high: 95% bootstrap interval (percentile).
-        p_value: Two-sided, from the same bootstrap: below 0.05 where the interval excludes 0.
+        low, high: 95% interval; [-1, 1] below six problems, which cannot tell anything.
+        p_value: Two-sided, of the same test: at most 0.05 exactly where the interval excludes 0.
         n: Paired problems.
     """
 
@@ -70,17 +70,22 @@ class Difference:
         }
 
 
-def paired_bootstrap(
-    a: Sequence[float], b: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], *, subsets: int = SUBSETS, seed: int = 0
 ) -> Difference:
-    """Mean of b - a over problems, with a percentile bootstrap over problems.
+    """Mean of b - a over problems, with the interval and the p-value of the sign-flip test.
 
-    The p-value is twice the smaller share of resamples on one side of 0, counted with the
-    observed one (Davison and Hinkley 1997, section 4.2), so it is never 0.
+    Without a difference a problem's b - a is as likely to have the other sign, so the mean of any
+    subset of the problems is as likely above 0 as below, and the p-value is twice the share of
+    subsets with a mean on the rarer side of 0. The quantiles of these means are the interval that
+    goes with it (Hartigan 1969, "Using subsample values as typical values"). Over right and wrong
+    answers this is the exact McNemar test. The empty subset is on both sides: a p-value is never 0,
+    and below six problems none is at most 0.05. All subsets are counted where they are few; else
+    the empty one and random ones. From six equal differences on the interval has no width.
 
     Args:
-        a, b: A value per problem, in the same order, shape (P,).
-        resamples: Bootstrap resamples.
+        a, b: A value in [0, 1] per problem, in the same order, shape (P,).
+        subsets: As many at most, but for the empty one.
         seed: Same seed, same interval.
 
     Raises:
@@ -89,20 +94,36 @@ def paired_bootstrap(
     if len(a) != len(b) or not len(a):
         raise CompareError(f"expected pairs of at least one problem, got {len(a)} and {len(b)}")
     differences = np.asarray(b, dtype=float) - np.asarray(a, dtype=float)  # (P,)
-    n = len(differences)
-    rng = np.random.default_rng(seed)
-    means = []
-    rows = max(1, _BATCH // n)
-    for start in range(0, resamples, rows):
-        picked = rng.integers(0, n, (min(rows, resamples - start), n))
-        means.append(differences[picked].mean(axis=1))
-    drawn = np.concatenate(means)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    # Means of the same numbers in another order differ in the last bits: that is no side of 0.
-    side = min((drawn <= 1e-12).sum(), (drawn >= -1e-12).sum())
-    p_value = min(1.0, 2 * (side + 1) / (resamples + 1))
+    lows, highs = [], []
+    for chosen in _subsets(len(differences), subsets, seed):
+        sizes = chosen.sum(axis=1)
+        # Means of the same numbers in another order differ in the last bits: no side of 0.
+        means = np.round(chosen @ differences / np.maximum(sizes, 1), 12)
+        lows.append(np.where(sizes, means, -1.0))
+        highs.append(np.where(sizes, means, 1.0))
+    low, high = np.sort(np.concatenate(lows)), np.sort(np.concatenate(highs))
+    p_value = min(1.0, 2 * min((low <= 0).sum(), (high >= 0).sum()) / len(low))
+    beyond = len(low) // 40  # 2.5% on either side
     mean = float(differences.mean())
-    return Difference(mean, min(float(low), mean), max(float(high), mean), float(p_value), n)
+    return Difference(
+        mean,
+        min(float(low[beyond]), mean),
+        max(float(high[-1 - beyond]), mean),
+        float(p_value),
+        len(differences),
+    )
+
+
+def _subsets(n: int, most: int, seed: int) -> Iterator[np.ndarray]:
+    """Subsets of n problems, 1 for each that is in one, in batches of shape (rows, n)."""
+    if 2**n <= most:
+        yield np.arange(2**n)[:, None] >> np.arange(n) & 1
+        return
+    yield np.zeros((1, n), dtype=np.int8)
+    rng = np.random.default_rng(seed)
+    rows = max(1, _BATCH // n)
+    for start in range(0, most, rows):
+        yield rng.integers(0, 2, (min(rows, most - start), n), dtype=np.int8)
 
 
 def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict[str, Any]:
@@ -132,7 +153,7 @@ def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict
         values = [
             [scores[p]["right"] / scores[p]["samples"] for p in problems] for scores in (in_a, in_b)
         ]
-        return paired_bootstrap(*values).to_dict()
+        return paired_difference(*values).to_dict()
 
     return {
         "name": _name(a, b),
@@ -209,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="rivet compare",
-        description="Paired bootstrap difference of two runs, B minus A.",
+        description="Difference of two runs, B minus A, paired by problem.",
     )
     parser.add_argument("run_a", type=Path, help="folder of a condition, such as RUN/experts")
     parser.add_argument("run_b", type=Path, help="folder of the condition to compare with it")

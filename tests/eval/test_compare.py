@@ -1,8 +1,9 @@
-"""Paired differences: worked numbers, simulated coverage, refusals."""
+"""Paired differences: worked and exact numbers, simulated coverage, refusals."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from eval.compare import (
     compare_evaluations,
     describe,
     main,
-    paired_bootstrap,
+    paired_difference,
 )
 from eval.conditions import ConditionError, read_condition, write_condition
 from eval.generate import sample
@@ -46,15 +47,49 @@ async def evaluate(
 
 
 def test_the_paired_difference_of_worked_numbers() -> None:
-    result = paired_bootstrap([0, 0, 1, 0.5], [1, 0, 1, 1])
-    assert result.value == pytest.approx(0.375)
-    assert -0.01 <= result.low <= result.value <= result.high <= 1
-    assert result.n == 4
-    assert paired_bootstrap([0, 0, 1, 0.5], [1, 0, 1, 1]) == result  # seeded
+    # b - a is 1 six times, -0.5 and -1. At or below 0 are the sums without any of the six (4
+    # subsets) and those of one of them with the -1, alone (6) or with the -0.5 too (6).
+    a, b = [0, 0, 0, 0, 0, 0, 0.5, 1], [1, 1, 1, 1, 1, 1, 0, 0]
+    result = paired_difference(a, b)
+    assert result.value == pytest.approx(4.5 / 8) and result.n == 8
+    assert result.p_value == pytest.approx(2 * 16 / 256)
+    # 2.5% of 256 are six means, so the seventh is the bound: -1 (the empty subset's), -1, -0.75
+    # and -0.5 are lowest, then the six of (1 - 1 - 0.5) / 3.
+    assert (result.low, result.high) == pytest.approx((-0.5 / 3, 1))
+    assert not result.is_real
+
+
+def test_right_and_wrong_answers_give_the_exact_mcnemar_test() -> None:
+    for better, worse, same in [(9, 1, 2), (5, 0, 7), (6, 0, 6), (4, 4, 1)]:
+        a = [0] * better + [1] * (worse + same)
+        b = [1] * better + [0] * worse + [1] * same
+        changed = better + worse
+        tail = sum(math.comb(changed, n) for n in range(worse + 1)) / 2**changed
+        result = paired_difference(a, b, subsets=2**13)
+        assert result.p_value == pytest.approx(min(1, 2 * tail))
+        assert result.is_real == (2 * tail <= 0.05)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_below_six_problems_no_difference_is_real(n: int) -> None:
+    result = paired_difference([0] * n, [1] * n)
+    assert (result.low, result.high, result.is_real) == (-1, 1, False)
+    assert result.p_value == 2 ** (1 - n)
+    assert paired_difference([0] * 6, [1] * 6).is_real
+
+
+def test_random_subsets_say_what_all_of_them_say() -> None:
+    rng = np.random.default_rng(1)
+    a, b = (rng.binomial(4, chance, 13) / 4 for chance in (0.4, 0.6))
+    exact = paired_difference(a.tolist(), b.tolist(), subsets=2**13)
+    drawn = paired_difference(a.tolist(), b.tolist(), subsets=2**13 - 1)
+    assert drawn == paired_difference(a.tolist(), b.tolist(), subsets=2**13 - 1)  # seeded
+    assert drawn != exact and drawn.p_value == pytest.approx(exact.p_value, abs=0.01)
+    assert (drawn.low, drawn.high) == pytest.approx((exact.low, exact.high), abs=0.02)
 
 
 def test_equal_runs_differ_by_nothing() -> None:
-    result = paired_bootstrap([0, 1, 0.5], [0, 1, 0.5])
+    result = paired_difference([0, 1, 0.5] * 3, [0, 1, 0.5] * 3)
     assert (result.value, result.low, result.high, result.p_value) == (0, 0, 0, 1)
     assert not result.is_real
 
@@ -64,31 +99,41 @@ def test_pairing_finds_a_small_difference_that_separate_intervals_would_miss() -
     a = rng.integers(0, 2, 400).astype(float)
     b = a.copy()
     b[np.flatnonzero(a == 0)[:12]] = 1  # 3 points better, on the same problems
-    result = paired_bootstrap(a.tolist(), b.tolist())
+    result = paired_difference(a.tolist(), b.tolist())
     assert result.is_real and result.p_value < 0.01 and result.low < 0.03 < result.high
 
 
-def test_the_bootstrap_interval_covers_and_the_p_value_is_uniform_enough_under_no_difference() -> (
-    None
-):
+@pytest.mark.parametrize(("problems", "k"), [(4, 2), (7, 4), (12, 8), (120, 2)])
+def test_without_a_difference_one_in_twenty_is_called_real_at_most(problems: int, k: int) -> None:
     rng = np.random.default_rng(0)
-    runs, problems = 300, 120
-    covered = rejected = 0
+    runs, real = 300, 0
     for seed in range(runs):
         chance = rng.beta(0.5, 0.5, problems)
-        a, b = rng.binomial(2, chance) / 2, rng.binomial(2, chance) / 2
-        result = paired_bootstrap(a.tolist(), b.tolist(), resamples=1000, seed=seed)
-        covered += result.low <= 0 <= result.high
-        rejected += result.p_value < 0.05
-    assert 0.91 <= covered / runs <= 0.98
-    assert 0.02 <= rejected / runs <= 0.09
+        a, b = rng.binomial(k, chance) / k, rng.binomial(k, chance) / k
+        result = paired_difference(a.tolist(), b.tolist(), subsets=1000, seed=seed)
+        assert result.is_real == (result.p_value <= 0.05)
+        real += result.is_real
+    assert real / runs <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
+    assert real / runs >= 0.02 or problems < 12  # discrete: few problems are never so sure
+
+
+@pytest.mark.parametrize("problems", [12, 60])
+def test_the_interval_holds_a_true_difference(problems: int) -> None:
+    rng = np.random.default_rng(0)
+    runs, held = 300, 0
+    for seed in range(runs):
+        chance = rng.uniform(0, 0.8, problems)
+        a, b = rng.binomial(8, chance) / 8, rng.binomial(8, chance + 0.2) / 8
+        result = paired_difference(a.tolist(), b.tolist(), subsets=1000, seed=seed)
+        held += result.low <= 0.2 <= result.high
+    assert 0.92 <= held / runs <= 0.98
 
 
 def test_lengths_that_differ_are_refused() -> None:
     with pytest.raises(CompareError, match="got 1 and 2"):
-        paired_bootstrap([1], [1, 0])
+        paired_difference([1], [1, 0])
     with pytest.raises(CompareError, match="at least one problem"):
-        paired_bootstrap([], [])
+        paired_difference([], [])
 
 
 async def test_the_two_conditions_of_a_checkpoint_give_the_expert_removal_gap(
