@@ -6,6 +6,8 @@ is rendered once around a marker, and the problem's own ids are put in the marke
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 
 from rivet.settings import ProtocolSettings
@@ -78,9 +80,35 @@ class PromptBuilder:
             parts.append("\n".join([_EXPERTS, *cards]))
         return "\n".join(parts)
 
+    def statements_in(self, prompt_ids: Sequence[int]) -> list[str]:
+        """What may be the problem of a prompt that was built with any system message.
+
+        The text behind each place where the chat template begins a user's message; more than one
+        only where a statement itself reads like such a place.
+        """
+        text = self._tokenizer.decode(prompt_ids)
+        found = []
+        for before, after in self._frames():
+            if text.endswith(after):
+                body = text.removesuffix(after)
+                found += [body[m.end() :] for m in re.finditer(re.escape(before), body)]
+        return [self._tokenizer.unescape(statement) for statement in found]
+
+    def _frames(self) -> list[tuple[str, str]]:
+        """What stands right before and behind a user's message, whatever the system message."""
+        frames = [self._split("")]
+        if self._settings.prompt == "instruct":
+            (one, after), (two, _) = self._split("1"), self._split("2")
+            frames.append((os.path.commonprefix([one[::-1], two[::-1]])[::-1], after))
+        return frames
+
     def _render(self, mode: Mode) -> tuple[list[int], list[int]]:
+        before, after = self._split(self.system_message(mode))
+        return self._tokenizer.encode(before), self._tokenizer.encode(after)
+
+    def _split(self, system: str) -> tuple[str, str]:
+        """What the chat template puts before and behind a user's message."""
         # An explicit system message: some templates insert a default one otherwise.
-        system = self.system_message(mode)
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": _MARKER})
         text = str(
@@ -91,4 +119,4 @@ class PromptBuilder:
         if text.count(_MARKER) != 1:
             raise TokenizerError("the chat template does not render the user message once")
         before, after = text.split(_MARKER)
-        return self._tokenizer.encode(before), self._tokenizer.encode(after)
+        return before, after

@@ -18,7 +18,6 @@ import numpy as np
 from data.decontamination import Contamination
 from data.problems import Problem
 from rivet.prompts import PromptBuilder
-from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import AUTHORS, KINDS
 from stages.stage2.candidates import Candidate
 
@@ -227,37 +226,23 @@ class EvaluationProblems:
 
     Args:
         problems: The evaluation problems.
-        prompts: Builds prompts as the trajectories' controller was asked.
-        tokenizer: Reads prompts.
+        prompts: Reads prompts, those of other experts included: they differ in their cards alone.
     """
 
-    def __init__(
-        self, problems: Sequence[Problem], prompts: PromptBuilder, tokenizer: ProtocolTokenizer
-    ) -> None:
-        self._problems = problems
+    def __init__(self, problems: Sequence[Problem], prompts: PromptBuilder) -> None:
         self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._words = Contamination(p.problem for p in problems)
-        self._whole: dict[str, Contamination] = {}
+        self._held = Contamination(p.problem for p in problems)
         self._known: dict[str, tuple[bytes, bool]] = {}  # of each problem, of its last prompt
 
     def __call__(self, candidate: Candidate) -> bool:
         prompt = candidate.prompt_ids.tobytes()
         known, verdict = self._known.get(candidate.problem_id, (b"", False))
         if known != prompt:
-            text = self._tokenizer.decode(candidate.prompt_ids.tolist())
-            whole = self._prompts_of(candidate)
-            verdict = whole.equals(text) or self._words.holds(text)
+            ids = candidate.prompt_ids.tolist()
+            texts = [self._prompts.tokenizer.decode(ids), *self._prompts.statements_in(ids)]
+            verdict = any(map(self._held.holds, texts))
             self._known[candidate.problem_id] = (prompt, verdict)
         return verdict
-
-    def _prompts_of(self, candidate: Candidate) -> Contamination:
-        """The evaluation problems' own prompts in the mode of this trajectory."""
-        mode: Any = candidate.mode
-        if mode not in self._whole:
-            built = (self._prompts.build(p.problem, mode) for p in self._problems)
-            self._whole[mode] = Contamination(self._tokenizer.decode(ids) for ids in built)
-        return self._whole[mode]
 
 
 def funnel_text(funnel: dict[str, Any]) -> str:

@@ -174,7 +174,7 @@ def _contamination(
             problems += load_problems(source)
     if not problems:
         return None
-    return EvaluationProblems(problems, PromptBuilder(tokenizer, settings), tokenizer)
+    return EvaluationProblems(problems, PromptBuilder(tokenizer, settings))
 
 
 def _checked(candidate: Candidate, vocabulary: int, config: Stage2Config) -> Candidate:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from stage2_world import SETTINGS, faulty, ids_of, trajectories, trajectory
 
 from data.problems import Problem
 from rivet.prompts import PromptBuilder
+from rivet.settings import ExpertCard, ProtocolSettings
 from rivet.store import TrajectoryStore
 from rivet.tokenization import ProtocolTokenizer
 from rivet.trajectory import Trajectory
@@ -145,7 +147,7 @@ def test_short_evaluation_problems_are_recognised_when_equal(
     tag_tokenizer: ProtocolTokenizer, statement: str, is_dropped: bool
 ) -> None:
     check = EvaluationProblems(
-        [Problem("e", statement, "1")], PromptBuilder(tag_tokenizer, SETTINGS), tag_tokenizer
+        [Problem("e", statement, "1")], PromptBuilder(tag_tokenizer, SETTINGS)
     )
     base = trajectory(tag_tokenizer, 12, 18)
     filtered = filter_trajectories([base], RULES, is_contaminated=check)
@@ -156,11 +158,30 @@ def test_short_evaluation_problems_are_recognised_when_equal(
         ]
 
 
+@pytest.mark.parametrize("prompt", ["bare", "instruct"])
+@pytest.mark.parametrize("mode", ["experts", "no-python", "plain"])
+def test_short_evaluation_problems_are_recognised_whoever_the_experts_were(
+    tokenizer: ProtocolTokenizer, prompt: Any, mode: Any
+) -> None:
+    cards = [(ExpertCard(name, f"knows {name}"),) for name in ("algebra", "geometry")]
+    ours, theirs = (
+        PromptBuilder(tokenizer, ProtocolSettings(prompt=prompt, experts=c)) for c in cards
+    )
+    check = EvaluationProblems([Problem("e", "What is <think> 12 + 18?", "1")], ours)
+
+    def about(text: str) -> bool:
+        ids = np.array(theirs.build(text, mode), np.int32)
+        return check(SimpleNamespace(prompt_ids=ids, problem_id=text))  # type: ignore[arg-type]
+
+    assert about("What is <think> 12 + 18?") and about("what IS <think> 12 +\n18?")
+    assert not about("What is <think> 12 - 18?")
+
+
 def test_long_evaluation_problems_are_recognised_by_most_of_their_words(
     tag_tokenizer: ProtocolTokenizer,
 ) -> None:
     prompts = PromptBuilder(tag_tokenizer, SETTINGS)
-    check = EvaluationProblems([Problem("e", LONG, "1")], prompts, tag_tokenizer)
+    check = EvaluationProblems([Problem("e", LONG, "1")], prompts)
     base = trajectory(tag_tokenizer, 12, 18)
     words = LONG.split()
 
