@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 
@@ -97,11 +97,8 @@ class PythonSandbox:
             if self._is_fresh:
                 logger.warning("%s", fresh.MESSAGE)
                 self.layers = {"missing": dict.fromkeys(LAYERS, "not Linux"), "landlock_abi": 0}
-            else:
-                self._start_zygote()
-            self._free.extend(self._new_slot() for _ in range(self.slots))
         try:
-            result = self.run_sync("None")
+            result = self.run_sync("None")  # starts what is missing: everything
             if result.status != "ok":
                 raise SandboxError(f"the sandbox did not start: {result.error}")
         except BaseException:
@@ -118,9 +115,7 @@ class PythonSandbox:
             self._is_open = False
             waiting, self._waiting = self._waiting, deque()
             self._drop_zygote()
-        for future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(SandboxError("the sandbox was closed"))
+        _fail(waiting, SandboxError("the sandbox was closed"))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -139,7 +134,11 @@ class PythonSandbox:
             return frame
         failure = ""
         for _ in range(_ATTEMPTS):
-            slot = await self._acquire_async()
+            try:
+                slot = await self._acquire_async()
+            except SlotLost as error:
+                failure = str(error)
+                continue
             try:
                 result = await self._exchange_async(slot, frame, self._patience_s(prelude))
             except (SlotLost, OSError, TimeoutError) as error:
@@ -160,7 +159,11 @@ class PythonSandbox:
             return frame
         failure = ""
         for _ in range(_ATTEMPTS):
-            slot = self._acquire_sync()
+            try:
+                slot = self._acquire_sync()
+            except SlotLost as error:
+                failure = str(error)
+                continue
             try:
                 result = self._exchange(slot, frame, self._patience_s(prelude))
             except (SlotLost, OSError) as error:
@@ -189,7 +192,7 @@ class PythonSandbox:
     # -- the queue --------------------------------------------------------------------------
 
     def _acquire(self) -> Future[SlotHandle]:
-        """Return the next free slot, now or later, in order of asking."""
+        """Return the next free slot, now or later, in order of asking; SlotLost if none starts."""
         future: Future[SlotHandle] = Future()
         with self._lock:
             self._check_open()
@@ -197,6 +200,9 @@ class PythonSandbox:
                 future.set_result(self._free.popleft())
             else:
                 self._waiting.append(future)
+            is_short = len(self._all) < self.slots
+        if is_short:
+            self._refill()
         return future
 
     def _acquire_sync(self) -> SlotHandle:
@@ -314,36 +320,47 @@ class PythonSandbox:
         """Put a new slot in the place of one that ended or must end."""
         slot.close()
         with self._lock:
-            if not self._is_open or slot not in self._all:
-                return
-            self._all.remove(slot)
-            successor = self._new_slot()
-        self._release(successor)
+            self._all.discard(slot)
+        self._refill()
 
     def _discard(self, slot: SlotHandle, error: BaseException | None) -> str:
         """Get rid of a slot whose state is unknown; return what is known about the failure."""
         text = f"{type(error).__name__}: {error}" if error is not None else ""
-        successors: list[SlotHandle] = []
         with self._lock:
             if self._is_open and self._zygote is not None:
                 if self._zygote.is_dead():
                     text += f"; {self._zygote.obituary()}"
-                    successors = self._restart_zygote()
+                    self._drop_zygote()
                 elif slot in self._all:
                     self._zygote.tell(f"kill {slot.number}")
         logger.debug("sandbox slot %d lost: %s", slot.number, text)
         self._replace(slot)
-        for successor in successors:
-            self._release(successor)
         return text
 
-    def _restart_zygote(self) -> list[SlotHandle]:
-        """Start afresh after the zygote died and return the new slots; the lock is held."""
-        lost = len(self._all)
-        self._drop_zygote()
-        self._start_zygote()
-        successors = [self._new_slot() for _ in range(lost)]
-        return successors
+    def _refill(self) -> None:
+        """Start what is missing, zygote and slots; without any slot nobody waits for one.
+
+        A shortage of descriptors or processes leaves slots missing; the next call tries again.
+        """
+        started: list[SlotHandle] = []
+        stranded: deque[Future[SlotHandle]] = deque()
+        why = ""
+        with self._lock:
+            if not self._is_open:
+                return
+            try:
+                if self._zygote is None and not self._is_fresh:
+                    self._start_zygote()
+                while len(self._all) < self.slots:
+                    started.append(self._new_slot())
+            except OSError as error:
+                why = f"no slot could be started: {type(error).__name__}: {error}"
+                logger.warning("%d of %d slots: %s", len(self._all), self.slots, why)
+            if not self._all:
+                stranded, self._waiting = self._waiting, stranded
+        for slot in started:
+            self._release(slot)
+        _fail(stranded, SlotLost(why))
 
     def _warn_about_missing_layers(self) -> None:
         missing = (self.layers or {}).get("missing", {})
@@ -352,6 +369,13 @@ class PythonSandbox:
                 "the sandbox runs without: %s; `python -m sandbox doctor` says what that means",
                 ", ".join(f"{layer} ({reason})" for layer, reason in missing.items()),
             )
+
+
+def _fail(futures: Iterable[Future[SlotHandle]], error: Exception) -> None:
+    """Give an error to everyone who waits."""
+    for future in futures:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
 
 
 def _failure(reason: str) -> ExecutionResult:

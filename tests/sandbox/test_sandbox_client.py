@@ -1,7 +1,9 @@
 """The interface: results, limits, echo, replay, the queue, both calling styles."""
 
 import asyncio
+import errno
 import os
+import socket
 import threading
 
 import pytest
@@ -177,6 +179,66 @@ async def test_cancelled_waiter_does_not_lose_the_slot():
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [r.text() for r in results[::2]] == ["0", "2", "4"]
         assert (await box.run("print(9)")).text() == "9"
+
+
+@pytest.fixture
+def shortage(monkeypatch):
+    """Return a function that begins a shortage of descriptors, and one that ends it."""
+
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    return lambda: monkeypatch.setattr(socket, "socketpair", fail), monkeypatch.undo
+
+
+async def test_a_slot_that_could_not_be_replaced_is_started_by_a_later_call(shortage):
+    begin, end = shortage
+    async with PythonSandbox(slots=1) as box:
+        task = asyncio.create_task(box.run("import time\ntime.sleep(5)"))
+        waiter = asyncio.create_task(box.run("print(1)"))
+        await asyncio.sleep(0)
+        begin()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for failed in (await waiter, await box.run("print(2)")):
+            assert failed.status == "sandbox_failure" and "Too many open files" in failed.error
+        end()
+        assert (await box.run("print(3)")).text() == "3"
+
+
+async def test_a_shortage_leaves_the_calls_to_the_slots_that_are_there(shortage):
+    begin, end = shortage
+    async with PythonSandbox(slots=2) as box:
+        task = asyncio.create_task(box.run("import time\ntime.sleep(5)"))
+        await asyncio.sleep(0)
+        begin()
+        task.cancel()
+        results = await asyncio.gather(*(box.run(f"print({i})") for i in range(4)))
+        assert [r.text() for r in results] == ["0", "1", "2", "3"] and len(box._all) == 1
+        end()
+        assert (await box.run("print(4)")).text() == "4" and len(box._all) == 2
+
+
+def test_a_zygote_that_could_not_be_started_is_started_by_a_later_call(shortage):
+    begin, end = shortage
+    with PythonSandbox(slots=2) as box:
+        box._zygote.kill()
+        begin()
+        assert [box.run_sync("1").status for _ in range(3)] == ["sandbox_failure"] * 3
+        end()
+        assert box.run_sync("1").text() == "1" and len(box._all) == 2
+
+
+def test_a_shortage_at_the_start_is_told_and_leaves_nothing_open(shortage):
+    begin, end = shortage
+    box = PythonSandbox(slots=1)
+    begin()
+    with pytest.raises(SandboxError, match=r"did not start: .*Too many open files"):
+        box.start()
+    end()
+    with box:
+        assert box.run_sync("1").text() == "1"
 
 
 def test_threads_share_one_sandbox(box):
