@@ -70,8 +70,7 @@ def ratio_sign(left: Node, right: Node) -> int:
         )
     if len(ratios) < 3 or not all(_close(ratio, ratios[0]) for ratio in ratios):
         return 0
-    ratio = complex(ratios[0])
-    return 1 if ratio.real > 0 else -1
+    return 1 if mpmath_context().re(_to_mp(ratios[0])) > 0 else -1
 
 
 def rounds_to(exact: Node, numeral: str) -> bool:

@@ -104,12 +104,12 @@ class Evaluator:
         bounds = self.value(low), self.value(high)
         if not all(isinstance(bound, Fraction) and bound.denominator == 1 for bound in bounds):
             raise Undefined("the bounds of a sum are not whole numbers")
-        indices = range(int(bounds[0]), int(bounds[1]) + 1)
-        if len(indices) > MAX_TERMS or body.has("sum", "prod"):
+        first, last = (int(bound) for bound in bounds)
+        if last - first >= MAX_TERMS or body.has("sum", "prod"):
             raise TooExpensive("a sum has too many terms")
         result: Value = Fraction(node.op == "prod")
         outer = self.point
-        for index in indices:
+        for index in range(first, last + 1):
             self.point = {**outer, node.name: Fraction(index)}
             result = self.combine("add" if node.op == "sum" else "mul", result, self.value(body))
         self.point = outer
@@ -275,6 +275,9 @@ def _binomial(upper: Fraction, lower: Fraction) -> Fraction:
     count = _whole(lower, MAX_FACTORIAL)
     if upper.denominator == 1 and upper >= 0:
         return Fraction(math.comb(_whole(upper, 10 * MAX_FACTORIAL), count))
+    bits = max(upper.numerator.bit_length(), upper.denominator.bit_length())
+    if bits * count > MAX_BITS:
+        raise TooExpensive("a binomial is too large")
     product = Fraction(1)
     for index in range(count):
         product *= (upper - index) / (index + 1)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from rivet.grading.verdict import Mode, Source
 
-_BRACES = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+# The look-behind tries a run of backslashes once, not again from each of them.
+_BRACES = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 # What may stand between two boxes that together are one answer.
 _FILLER = re.compile(
     r"\\(?:text|mbox|textrm|mathrm)\s*\{([^{}]*)\}|\\(?:quad|qquad|[,;:! \[\]()])|[$\s*&~]+"

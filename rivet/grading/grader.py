@@ -24,7 +24,7 @@ from rivet.grading.local_kinds import (
     is_letter,
 )
 from rivet.grading.normalize import MAX_LENGTH, normalize
-from rivet.grading.pool import WorkerDied, WorkerPool, WorkerTimeout
+from rivet.grading.pool import WorkerDied, WorkerOverran, WorkerPool, WorkerTimeout
 from rivet.grading.reasoning_tasks import parse_entry
 from rivet.grading.verdict import KINDS, MODES, BadRequest, Grade, Kind, Mode, Outcome
 
@@ -196,6 +196,9 @@ class Grader:
             outcome, reason = "timeout", str(error)
         except WorkerDied as error:
             outcome, reason = "died", str(error)
+            if isinstance(error, WorkerOverran) and task.request["kind"] == "math":
+                # A text that buys its way out of a verdict must not escape its 0.
+                outcome, reason = "wrong", f"refused: {error}"
         else:
             if "bad_request" in reply:
                 raise BadRequest(reply["bad_request"])

@@ -38,7 +38,7 @@ def decimal(text: str) -> Fraction:
         Unreadable: The exponent is absurd.
     """
     mantissa, _, exponent = text.lower().partition("e")
-    if exponent and abs(int(exponent[:8])) > 5000:
+    if exponent and abs(int(exponent)) > 5000:
         raise Unreadable("the exponent is too large")
     whole, _, part = mantissa.partition(".")
     if len(whole) + len(part) > 4000:

@@ -8,6 +8,7 @@ thread may call); the next request gets a new worker.
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,10 @@ class WorkerTimeout(GradingError):
 
 class WorkerDied(GradingError):
     """A worker ended, or ran out of memory, in the middle of a request."""
+
+
+class WorkerOverran(WorkerDied):
+    """A request used up the CPU time of one request, and its worker was ended for it."""
 
 
 class Worker:
@@ -70,6 +75,7 @@ class Worker:
         Raises:
             WorkerTimeout: No reply in time; the worker is dead now.
             WorkerDied: The worker ended; it may have been dead before.
+            WorkerOverran: It was ended because the request costs too much.
         """
         assert self.process.stdin is not None
         try:
@@ -94,6 +100,8 @@ class Worker:
             chunk = os.read(self.process.stdout.fileno(), 65536)
             if not chunk:
                 self.kill()
+                if self.process.returncode == -signal.SIGXCPU:
+                    raise WorkerOverran("the request costs too much CPU time")
                 raise WorkerDied(f"the worker ended (exit {self.process.returncode})")
             self._left += chunk
         line, _, self._left = self._left.partition(b"\n")
@@ -146,6 +154,7 @@ class WorkerPool:
         Raises:
             WorkerTimeout: The request took too long.
             WorkerDied: The worker died of it.
+            WorkerOverran: It died of the request's cost.
         """
         if os.getpid() != self._pid:
             # A fork of our caller must not share its pipes.
@@ -168,7 +177,8 @@ class WorkerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
             if worker is None:
-                return Worker(memory_mb=self.memory_mb, cpu_s=int(self.timeout_s) + 2)
+                # Below the wall time, so that what a request costs is told from a busy machine.
+                return Worker(memory_mb=self.memory_mb, cpu_s=max(1, int(self.timeout_s) // 2))
             if worker.is_alive:
                 return worker
             worker.kill()

@@ -214,8 +214,10 @@ class _Parser(Scanner):
         return number(decimal(match.group()))
 
     def word(self) -> Node:
+        self.space()
         match = LETTERS.match(self.text, self.at)
-        assert match is not None
+        if match is None:
+            raise self.fail("cannot read")
         run = match.group()
         if run in PLAIN_NAMES:
             self.at = match.end()

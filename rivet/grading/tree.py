@@ -30,11 +30,13 @@ class Node:
         return nodes
 
     def symbols(self) -> frozenset[str]:
-        """Return the names of the unknowns; the index of a sum is none."""
+        """Return the names of the unknowns; the index of a sum is none in its body."""
         if self.op == "symbol":
             return frozenset({self.name})
-        names = frozenset[str]().union(*(arg.symbols() for arg in self.args))
-        return names - {self.name} if self.op in ("sum", "prod") else names
+        names = [arg.symbols() for arg in self.args]
+        if self.op in ("sum", "prod"):
+            names[0] -= {self.name}
+        return frozenset[str]().union(*names)
 
     def has(self, *ops: str) -> bool:
         """Tell whether any node has one of these operators."""

@@ -1,7 +1,8 @@
 """The worker process: reads one request a line, answers one line, and never trusts the text.
 
 Started by `pool.py` as a fresh interpreter, with a memory limit and a CPU limit renewed for each
-request, so that a worker whose parent died in the middle of a request cannot run on.
+request. A request that exceeds it ends the worker, whatever that is doing and with or without a
+parent.
 """
 
 import json
@@ -28,7 +29,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + cpu_s
+        limit = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
         if request["kind"] == "warm":
             limit = resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))

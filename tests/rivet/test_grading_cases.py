@@ -6,7 +6,8 @@ the process of the test; `test_grading_grader.py` covers the way through a worke
 
 import pytest
 
-from rivet.grading.decide import decide_math
+from rivet.grading import decide
+from rivet.grading.decide import decide_math, read_gold
 
 RIGHT = {
     "integer": [
@@ -18,6 +19,7 @@ RIGHT = {
         ("12", r"3\cdot 4"), ("5", r"\sqrt{25}"), ("5", r"\left|-5\right|"), ("24", "4!"),
         ("6", r"{4 \choose 2}"), ("6", r"\binom42"), ("8", "2**3"), ("-8", "(-2)^3"),
         ("-9", "-3^2"), ("7", "--7"), ("55", r"\sum_{k=1}^{10} k"),
+        ("55", r"\sum_{ k=1 }^{10} k"),
         ("15", r"\prod_{k=1}^{3} (2k-1)"), ("7", "{7}"), ("7", "(7)"),
     ],
     "fraction": [
@@ -88,6 +90,7 @@ RIGHT = {
         (r"\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 0.5 \\ 2 \end{pmatrix}"),
     ],
     "equation": [
+        ("y=3x-2", "10^{-9999}y=10^{-9999}(3x-2)"),
         ("y=2x+3", "y = 3+2x"), ("y=2x+3", "2x+3"), ("y=2x+3", "2x-y+3=0"), ("x=5", "5"),
         ("x=5", "5=x"), ("5", "x=5"), ("f(x)=2x", "2x"), ("f(x)=2x", "f(n)=2n"),
         ("x^2+y^2=4", "2x^2+2y^2=8"), ("5x - 7y + 4 = 0", "-5x+7y-4=0"), ("8", "3+5=8"),
@@ -329,13 +332,25 @@ EXPENSIVE = [
     r"2^{-99999999}", r"0.\overline{" + "3" * 3900 + "}", r"\Gamma(10^{10})", r"\ln(\ln(\ln(2)))",
     r"\gcd(2^{39999}, 3^{25000})",
     "1/" * 290 + "3", "x" * 290, r"\sin x" * 90, "(" * 39 + "x" + ")" * 39,
+    r"\sum_{k=1}^{10^{20}} k", r"\prod_{k=1}^{k} e", r"\sum_{}k=1}", "1e0000000099999999",
+    r"1e-0000000099999999", r"\binom{0." + "1234567" * 400 + "}{3000}",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", EXPENSIVE, ids=range(len(EXPENSIVE)))
-@pytest.mark.parametrize("gold", ["12345", r"\sqrt{7}", "x+1", "(1,2)", "x<3"])
+@pytest.mark.parametrize("gold", ["12345", r"\sqrt{7}", "x+1", "(1,2)", "x<3", "f(x)=x+1"])
 def test_expensive_texts_are_refused_before_they_cost(gold, answer):
     assert decide_math(gold, answer)[0] in ("wrong", "no_answer")
+
+
+@pytest.mark.parametrize("error", [OverflowError, KeyError, RecursionError])
+def test_an_answer_that_overturns_the_comparison_is_wrong_and_no_fault(monkeypatch, error):
+    def fail(gold, answer):
+        raise error("by the answer")
+
+    read_gold("x+1")
+    monkeypatch.setattr(decide, "same", fail)
+    assert decide_math("x+1", "x+2") == ("wrong", f"refused: {error.__name__}")
 
 
 UNUSABLE = [

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -89,6 +90,21 @@ def test_a_worker_that_misses_its_deadline_is_killed_and_replaced(monkeypatch):
         assert late.outcome == "timeout"
         assert worker.process.returncode is not None
         grader._pool.timeout_s = 30
+        assert grader.grade_sync(r"\boxed{x}", "x").is_right
+
+
+def test_an_answer_that_costs_too_much_is_wrong_and_no_fault():
+    with Grader(workers=1, timeout_s=1) as grader:
+        grader.grade_sync(r"\boxed{x}", "x")
+        worker = grader._pool._idle[0]
+        grader._pool.timeout_s = 120  # of wall time; the worker keeps its limit of CPU time
+        costly = r"\sum_{k=1}^{500} " + r"\sin(kx)" * 60 + r" + \frac{1}{0}"
+        grade = grader.grade_sync(rf"\boxed{{{costly}}}", "x+1")
+        assert (grade.outcome, grade.reason) == (
+            "wrong",
+            "refused: the request costs too much CPU time",
+        )
+        assert worker.process.returncode == -signal.SIGXCPU
         assert grader.grade_sync(r"\boxed{x}", "x").is_right
 
 
