@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rivet.config import setting
+from rivet.config import ConfigError, setting
 from rivet.latent.experts import ExpertError, ExpertSpec
 from stages.latent.specialists import SPECIALISTS
 from stages.stage1.config import AlarmAction, Stage1Config
@@ -24,6 +24,28 @@ Arm = Literal["full", "single", "constant", "shuffled", "one-expert", "static"]
 ARMS = ("full", "single", "constant", "shuffled", "one-expert", "static")
 # Arms whose context tells nothing about the problem.
 UNINFORMED = ("single", "constant", "shuffled")
+# Settings of Stage I that are about the mini-world, or about experts that are asked and answer in
+# text. Nobody is here.
+_NOT_HERE = (
+    "families",
+    "mode",
+    "expert_weight",
+    "expert_negative",
+    "shaping",
+    "shaping_gamma",
+    "expert_cap",
+    "denominator",
+    "route_weight",
+    "route_negative",
+    "route_entropy",
+    "rollout_deadline_s",
+    "canary_tolerance",
+    "cost_per_call",
+    "cost_per_usd",
+    "max_cost",
+    "max_expert_rise",
+)
+_OF_THE_WORLD = ("world", "world_seed", "world_effort", "split", "problems_per_family")
 
 
 @dataclass
@@ -118,6 +140,7 @@ class LatentConfig(Stage1Config):
         if not self.model:
             # Stage I requires one; the world's is known once it is built.
             self.model = WORLD_POLICY
+        self._check_unused()
         super().__post_init__()
         self._check_arm()
         self._check_latent_values()
@@ -171,6 +194,26 @@ class LatentConfig(Stage1Config):
             modules_to_save=None if self.arm == "single" else ["context_adapter"],
             task_type="CAUSAL_LM",
         )
+
+    def _check_unused(self) -> None:
+        """Refuse what would change nothing.
+
+        Raises:
+            ConfigError: Every such setting.
+        """
+        known = type(self).__dataclass_fields__
+        why = dict.fromkeys(
+            _NOT_HERE, "no expert is asked and nothing is spliced in, and there is no mini-world"
+        )
+        if not self.uses_world:
+            why |= dict.fromkeys(_OF_THE_WORLD, "it is of the latent world, and model is another")
+        faults = [
+            f"{name}: got {getattr(self, name)!r}, expected it left out: {reason}"
+            for name, reason in why.items()
+            if getattr(self, name) not in (known[name].default, [])
+        ]
+        if faults:
+            raise ConfigError(faults)
 
     def _check_arm(self) -> None:
         wrong = [arm for arm in self.controls if arm not in ARMS or arm == "one-expert"]

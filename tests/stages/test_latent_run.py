@@ -25,6 +25,7 @@ from rivet.runs import RunDirError, RunFinishedError
 from stages.export import ExportConfig
 from stages.export import run as export
 from stages.latent import export as latent_export
+from stages.latent.config import LatentConfig
 from stages.latent.main import run as run_latent
 from stages.latent.run import run_arm
 from stages.latent.source import LatentSource
@@ -252,6 +253,17 @@ def test_settings_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         latent_config(tmp_path, tmp_path / "run", **changes)
+
+
+def test_settings_that_would_change_nothing_are_refused_all_at_once(tmp_path: Path) -> None:
+    ignored = {"cost_per_call": 0.3, "rollout_deadline_s": 9.0, "mode": "local", "split": "test"}
+    with pytest.raises(ConfigError) as error:
+        latent_config(tmp_path, tmp_path / "run", **ignored, families=["gcd"], world_seed=2)
+    named = [fault.partition(":")[0] for fault in error.value.faults]
+    assert named == ["families", "mode", "rollout_deadline_s", "cost_per_call", "world_seed"]
+    assert "families: got ['gcd'], expected it left out" in str(error.value)
+    with pytest.raises(ConfigError, match=r"families: got \['primes'\], expected it left out"):
+        LatentConfig(families=["primes"], world_seed=2)
 
 
 def test_a_control_that_cannot_be_is_refused_before_the_first_arm(
