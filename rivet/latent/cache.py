@@ -87,7 +87,7 @@ class StateCache:
         return ProblemStates(torch.cat(self._values)[rows], torch.cat(self._mask)[rows])
 
     def _add(self, digests: Sequence[bytes], states: ProblemStates) -> None:
-        first = len(self._row)
+        first = sum(map(len, self._values))  # not of digests: two processes may have read one each
         self._row |= {digest: first + n for n, digest in enumerate(digests)}
         self._values.append(states.values)
         self._mask.append(states.mask)

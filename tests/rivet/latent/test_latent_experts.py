@@ -146,6 +146,18 @@ def test_an_expert_reads_a_problem_once(tmp_path: Path) -> None:
     torch.testing.assert_close(again.values[2], fresh.values[0])
 
 
+def test_problems_that_two_processes_read_at_once_shift_no_others(tmp_path: Path) -> None:
+    expert, problems = make(), [*PROBLEMS, "4", "5"]
+    alone = expert.read(problems)
+    first, second = StateCache(tmp_path, expert), StateCache(tmp_path, expert)
+    first.states(problems[:3])
+    second.states(problems[2:4])
+    StateCache(tmp_path, expert).states(problems[4:])
+    cache = StateCache(tmp_path, expert)
+    torch.testing.assert_close(cache.states(problems).values, alone.values, rtol=1e-4, atol=1e-4)
+    assert cache.num_read == 0
+
+
 def test_another_revision_has_a_cache_of_its_own(tmp_path: Path) -> None:
     other = make()
     with torch.no_grad():
