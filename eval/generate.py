@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ async def sample(
     max_attempts: int = 3,
     max_fault_rate: float = 0.1,
     settings: Mapping[str, Any] | None = None,
+    skip: Collection[str] = frozenset(),
     progress: str | None = "sampling",
 ) -> list[Trajectory]:
     """Sample and grade every problem, k samples each; rows already in the store are skipped.
@@ -121,10 +122,11 @@ async def sample(
         max_attempts: Tries per row before an infrastructure fault is left standing.
         max_fault_rate: Share of faulted attempts, in [0, 1], above which the run stops.
         settings: What else the rows depend on (checkpoint, limits, experts, ...), JSON-able.
+        skip: Ids of rows that lie elsewhere: neither sampled nor given back.
         progress: Label of the progress bar; None for no bar.
 
     Returns:
-        All rows of the store, ordered by problem and sample index, faulted ones included.
+        All rows but those to `skip`, ordered by problem and sample index, faulted ones included.
 
     Raises:
         StoreSettingsError: The store was started with other settings.
@@ -158,12 +160,13 @@ async def sample(
         has_rows=bool(store.shards()),
     )
     done = _resume(store, jobs)
+    jobs = {row_id: job for row_id, job in jobs.items() if row_id not in skip}
     run = _Run(engine, grader, prompts.tokenizer, store, done, shard_size, max_attempts)
     run.max_fault_rate = max_fault_rate
     pending = deque(job for row_id, job in jobs.items() if row_id not in done)
     with tqdm(
         total=len(jobs),
-        initial=len(done),
+        initial=len(done.keys() & jobs.keys()),
         desc=progress,
         unit="row",
         disable=progress is None,

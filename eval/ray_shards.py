@@ -60,11 +60,13 @@ class _Shard:
     Attributes:
         problems: In order.
         folder: Where an actor samples them.
+        done: Ids of their rows that are in the run's store already.
         losses: Actors that died over it.
     """
 
     problems: list[Problem]
     folder: Path
+    done: set[str]
     losses: int = 0
 
 
@@ -186,7 +188,7 @@ class _Run:
             while pending or under_way:
                 while pending and idle:
                     actor, shard = idle.pop(), pending.popleft()
-                    ref = actor.run.remote(shard.problems, shard.folder, how)
+                    ref = actor.run.remote(shard.problems, shard.folder, how, shard.done)
                     under_way[ref] = (actor, shard)
                 (ref, *_), _ = ray.wait(list(under_way), num_returns=1)
                 actor, shard = under_way.pop(ref)
@@ -251,7 +253,11 @@ class _Run:
 def _split(
     problems: Sequence[Problem], how: SampleSpec, store: TrajectoryStore, done: set[str]
 ) -> list[_Shard]:
-    """Shards of at most `shard_size` rows with those problems that lack a row."""
+    """Shards of at most `shard_size` rows, those that lack a row.
+
+    The problems are cut at the same places however many rows are done, so that a shard that was
+    begun is found again.
+    """
     size = max(1, how.shard_size // how.samples_per_problem)
     shards = []
     for start in range(0, len(problems), size):
@@ -259,7 +265,7 @@ def _split(
         ids = [f"{p.id}#{n}@0" for p in part for n in range(how.samples_per_problem)]
         if not done.issuperset(ids):
             folder = store.folder / WORK_FOLDER / digest(ids)[:16]
-            shards.append(_Shard(part, folder.absolute()))
+            shards.append(_Shard(part, folder.absolute(), done.intersection(ids)))
     return shards
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -67,8 +67,16 @@ class ShardWorker:
         runtime = await self._open()
         return runtime.describe(mode), getattr(runtime.engine, "max_context", None)
 
-    async def run(self, problems: Sequence[Problem], folder: Path, how: SampleSpec) -> int:
-        """Sample the rows of some problems into the store in a folder, and say how many are there.
+    async def run(
+        self, problems: Sequence[Problem], folder: Path, how: SampleSpec, skip: Collection[str]
+    ) -> int:
+        """Sample rows of some problems into the store in a folder, and say how many they are.
+
+        Args:
+            problems: Of the rows.
+            folder: Where they go.
+            how: As for `eval.generate.sample`.
+            skip: Ids of rows that lie elsewhere.
 
         Raises:
             What `eval.generate.sample` raises.
@@ -84,6 +92,7 @@ class ShardWorker:
             prompts=runtime.prompts,
             store=TrajectoryStore(folder),
             settings=runtime.describe(how.mode),
+            skip=skip,
             progress=None,
             # Small shards: what a lost actor has sampled of this one is not lost with it.
             **replace(how, shard_size=max(1, how.shard_size // 8)).arguments(),

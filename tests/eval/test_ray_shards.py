@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,7 +53,9 @@ class Worker:
         self.describe = SimpleNamespace(remote=lambda mode: lambda: (SETTINGS, self.max_context))
         self.run = SimpleNamespace(remote=lambda *a: lambda: self._run(*a))
 
-    def _run(self, problems: Sequence[Problem], folder: Path, how: SampleSpec) -> int:
+    def _run(
+        self, problems: Sequence[Problem], folder: Path, how: SampleSpec, skip: Collection[str]
+    ) -> int:
         when = self.dies.pop(0) if self.dies else "never"
         if when == "before":
             raise ActorLost
@@ -65,6 +68,7 @@ class Worker:
                     prompts=self.prompts,
                     store=TrajectoryStore(folder),
                     settings=SETTINGS,
+                    skip=skip,
                     progress=None,
                     **how.arguments(),
                 )
@@ -178,6 +182,41 @@ def test_a_run_goes_on_with_or_without_ray(ray: ModuleType, problems, prompts, t
     again = ScriptedEngine(prompts.tokenizer)
     assert build_actors(prompts, again).sample(problems, HOW, store=store, progress=None) == rows
     assert not again.asked
+
+
+@pytest.mark.parametrize("size", [6, 15])
+def test_only_rows_that_are_not_there_are_sampled(
+    ray: ModuleType, problems, prompts, tmp_path, size: int
+) -> None:
+    store = TrajectoryStore(tmp_path)
+    expected = alone(prompts, problems, tmp_path, ScriptedEngine(prompts.tokenizer))
+    lacking = {t.id for t in expected[4:26:7]}  # scattered over problems and shards
+    for shard in store.shards():
+        store.write(shard, [t for t in store.read_shard(shard) if t.id not in lacking])
+    engine = ScriptedEngine(prompts.tokenizer)
+    rows = build_actors(prompts, engine, dies=["after"]).sample(
+        problems, replace(HOW, shard_size=size), store=store, progress=None
+    )
+    assert rows == expected and len(store.load()) == len(expected)
+    assert dict(engine.asked) == dict.fromkeys(lacking, 1)
+
+
+def test_a_shard_that_was_begun_is_found_again_though_other_rows_are_done_since(
+    ray: ModuleType, problems, prompts, tmp_path
+) -> None:
+    store = TrajectoryStore(tmp_path)
+    stopping = build_actors(
+        prompts, ScriptedEngine(prompts.tokenizer), dies=["after", "before"], count=1
+    )
+    with pytest.raises(SamplingError, match="as did the one before it"):
+        stopping.sample(problems, HOW, store=store, progress=None)
+    begun = TrajectoryStore(next((tmp_path / WORK_FOLDER).iterdir()))
+    first, *others = begun.load()
+    store.write("part-00000", [first])
+    engine = ScriptedEngine(prompts.tokenizer)
+    rows = build_actors(prompts, engine).sample(problems, HOW, store=store, progress=None)
+    assert Counter(t.id for t in store) == Counter(t.id for t in rows)
+    assert others and not engine.asked.keys() & {t.id for t in [first, *others]}
 
 
 def test_faults_are_kept_apart_and_run_again(ray: ModuleType, problems, prompts, tmp_path) -> None:
