@@ -166,11 +166,14 @@ class WorkerPool:
                 if warm and warm not in worker.warm:
                     worker.ask({"kind": "warm", "what": warm}, STARTUP_S)
                     worker.warm.add(warm)
-                return worker.ask(request, self.timeout_s)
-            finally:
-                if worker.is_alive and not worker.process.stdin.closed:  # type: ignore[union-attr]
-                    with self._lock:
-                        self._idle.append(worker)
+                reply = worker.ask(request, self.timeout_s)
+            except BaseException:
+                # A reply that is still to come, or unread, must not answer the next request.
+                worker.kill()
+                raise
+            with self._lock:
+                self._idle.append(worker)
+            return reply
 
     def _take(self) -> Worker:
         while True:

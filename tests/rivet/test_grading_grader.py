@@ -1,6 +1,7 @@
 """The grader itself: outcomes, kinds, processes, threads and event loops."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -91,6 +92,27 @@ def test_a_worker_that_misses_its_deadline_is_killed_and_replaced(monkeypatch):
         assert worker.process.returncode is not None
         grader._pool.timeout_s = 30
         assert grader.grade_sync(r"\boxed{x}", "x").is_right
+
+
+def test_an_interrupted_request_leaves_its_reply_to_nobody():
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with Grader(workers=1) as grader:
+            grader.grade_sync(r"\boxed{x}", "x")
+            worker = grader._pool._idle[0].process.pid
+            os.kill(worker, signal.SIGSTOP)  # it replies only once it goes on
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                grader.grade_sync(r"\boxed{x}", "x")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGCONT)
+            assert grader.grade_sync(r"\boxed{y}", "x").outcome == "wrong"
+            assert grader.grade_sync(r"\boxed{x}", "x").outcome == "right"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_answer_that_costs_too_much_is_wrong_and_no_fault():
