@@ -6,6 +6,7 @@ RUN/trajectories/     the graded rollouts of each step (Stage I's)
 RUN/trainer/          the trainer's state, to resume from
 RUN/metrics.jsonl     one line a step
 RUN/checkpoint/       policy, adapter and tokenizer; config.json names the experts
+RUN/collapsed/        the same of a run that the alarm stopped, which is never finished
 RUN/results.json      accuracies, interventions, attention, correlations, time
 """
 
@@ -49,12 +50,30 @@ from stages.latent.trainer import LatentTrainer
 from stages.latent.warmup import warm_up
 from stages.stage1.callback import Stage1Callback
 from stages.stage1.rollouts import StepRollouts
-from stages.stage1.training import refill, trainer_arguments
+from stages.stage1.training import (
+    COLLAPSED,
+    CollapseError,
+    past_collapse,
+    refill,
+    trainer_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
 RESULTS = "results.json"
-_MAY_CHANGE = ("logging_steps", "save_steps", "save_total_limit", "cache", "controls")
+# What decides when a run is stopped or saved, not what it computes.
+_MAY_CHANGE = (
+    "collapse_alarm",
+    "min_well_formed",
+    "collapse_patience",
+    "max_fault_rate",
+    "fault_window",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "cache",
+    "controls",
+)
 
 
 class FrozenError(RuntimeError):
@@ -69,6 +88,7 @@ def run_arm(config: LatentConfig) -> dict[str, Any]:
 
     Raises:
         RunFinishedError: It is finished, `results.json` is whole and `overwrite` is False.
+        CollapseError: The alarm stopped it, now or before.
         FrozenError: An expert's weights changed.
         CacheError: A cache holds what an expert would not say.
     """
@@ -167,10 +187,15 @@ def train(
 
     Raises:
         Interrupted: A signal asked to stop; the state is saved.
+        CollapseError: The alarm stopped it, now or before.
     """
     args = trainer_arguments(config, folder, len(problems))
     assert isinstance(args, LatentConfig)
     resume_from = resume_point(folder, args.world_size)
+    watch = args.collapse_watch()
+    before = past_collapse(folder, watch)
+    if before and args.collapse_alarm == "stop" and (folder.path / COLLAPSED).is_dir():
+        raise _collapse_error(folder, before)
     start.policy.train()
     if not config.train_policy:
         for name, parameter in start.policy.named_parameters():
@@ -186,6 +211,7 @@ def train(
         refill=refill(args, problems),
     )
     with interruptible() as stop:
+        callback = Stage1Callback(folder, stop, watch, args.collapse_alarm)
         trainer = LatentTrainer(
             model=start.policy,
             args=args,
@@ -195,16 +221,29 @@ def train(
             rollouts=rollouts,
             tokenizer=start.tokenizer,
             experts=(),
-            callbacks=[Stage1Callback(folder, stop, args.collapse_watch(), args.collapse_alarm)],
+            callbacks=[callback],
         )
         for printing in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(printing)
         trainer.train(resume_from_checkpoint=resume_from)
+        if callback.collapse is not None:
+            save_controller(
+                folder, folder.path / COLLAPSED, trainer, start.tokenizer, start.settings
+            )
+            raise _collapse_error(folder, callback.collapse)
         if stop.requested and trainer.state.global_step < args.max_steps:
             stop.check(f"step {trainer.state.global_step}")
     save_controller(folder, folder.checkpoint, trainer, start.tokenizer, start.settings)
     wait_for_everyone()
     return folder.checkpoint
+
+
+def _collapse_error(folder: RunDir, where: str) -> CollapseError:
+    return CollapseError(
+        f"{folder.path}: stopped at {where}. The weights are in {folder.path / COLLAPSED}, the "
+        "curves in metrics.jsonl. Try a smaller learning_rate or adapter_learning_rate; to go on "
+        "all the same: --collapse_alarm warn"
+    )
 
 
 def _measure(

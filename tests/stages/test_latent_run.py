@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from stages.latent.main import run as run_latent
 from stages.latent.run import run_arm
 from stages.latent.source import LatentSource
 from stages.latent.trainer import LatentTrainer
+from stages.stage1.training import CollapseError
 from tests.stages.latent_world import (
     FAMILIES,
     latent_config,
@@ -62,6 +63,21 @@ def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def weights(folder: Path) -> State:
     """Parameters of a saved policy."""
     return load_file(folder / "model.safetensors")
+
+
+def interrupted_at(step: int) -> Callable[..., torch.Tensor]:
+    """A `training_step` in which Ctrl-C is pressed."""
+    steps = 0
+    original = LatentTrainer.training_step
+
+    def dies(self: LatentTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == step:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    return dies
 
 
 def test_a_run_leaves_what_its_folder_promises(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -119,24 +135,43 @@ def test_a_killed_run_ends_with_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = latent_config(world, tmp_path / "killed")
-    steps = 0
-    original = LatentTrainer.training_step
-
-    def dies(self: LatentTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 2:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LatentTrainer, "training_step", dies)
+        patch.setattr(LatentTrainer, "training_step", interrupted_at(2))
         with pytest.raises((KeyboardInterrupt, Interrupted)):
             run_arm(config)
     run_arm(config)
     undisturbed, resumed = (weights(f / "checkpoint") for f in (finished[0], tmp_path / "killed"))
     assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
     with pytest.raises(RunFinishedError):
+        run_arm(config)
+
+
+def test_a_collapse_stops_the_run_which_is_neither_evaluated_nor_finished(
+    world: Path, tmp_path: Path
+) -> None:
+    # A random policy ends no answer in a box.
+    run, alarm = tmp_path / "run", {"collapse_alarm": "stop", "collapse_patience": 2}
+    for _ in range(2):  # the same command again trains no further
+        with pytest.raises(CollapseError, match=r"step 2: only 0% of the .*--collapse_alarm warn"):
+            run_arm(latent_config(world, run, max_steps=3, **alarm))
+        assert load_policy(run / "collapsed").config.experts
+        assert not {"checkpoint", "results.json", "finished.json"} & {f.name for f in run.iterdir()}
+    results = run_arm(latent_config(world, run, max_steps=3, **alarm | {"collapse_alarm": "warn"}))
+    steps = [m["step"] for m in map(json.loads, open(run / "metrics.jsonl")) if "alarm" not in m]
+    assert steps == [1, 2, 3] and results["rows"]
+
+
+def test_the_alarm_of_a_run_that_goes_on_counts_the_steps_before(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = latent_config(
+        world, tmp_path / "run", max_steps=3, collapse_alarm="stop", collapse_patience=2
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentTrainer, "training_step", interrupted_at(2))
+        with pytest.raises((KeyboardInterrupt, Interrupted)):
+            run_arm(config)
+    with pytest.raises(CollapseError, match=r"stopped at step 2: "):
         run_arm(config)
 
 
