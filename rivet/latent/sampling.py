@@ -18,7 +18,7 @@ from torch import Tensor
 from rivet.latent.policy import LatentPolicy
 from rivet.latent.scoring import last_token, positions_of
 from rivet.latent.states import ExpertStates
-from rivet.rollout.sampling import truncate
+from rivet.rollout.sampling import invert, truncate
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +142,11 @@ def sample(
 
 def _choose(logps: Tensor, uniform: Tensor | None) -> Tensor:
     """The most likely token, or the one whose share of [0, 1) the uniform number lies in, (R,)."""
-    if uniform is None:
-        return logps.argmax(-1)
-    edges = logps.exp().cumsum(-1)
-    # The last edge is 1 up to rounding.
-    at = torch.searchsorted(edges, uniform[:, None] * edges[:, -1:], right=True)[:, 0]
-    return at.clamp(max=logps.size(-1) - 1)
+    return logps.argmax(-1) if uniform is None else invert(logps.exp(), uniform)[0][:, 0]
 
 
 def _noise(seeds: Sequence[int], count: int) -> Tensor:
-    """Uniform numbers in [0, 1) of each seed, shape (R, count)."""
+    """Uniform numbers of each seed, shape (R, count)."""
     draws = []
     for seed in seeds:
         generator = random.Random(seed)

@@ -114,20 +114,30 @@ class Sampler:
         if self._all_greedy:
             ids, total = best, mass.sum(-1, keepdim=True)
         else:
-            ids, total = self._draw(mass, positions)
+            uniform = torch.from_numpy(uniforms(self._seeds, positions.astype(np.uint64)))
+            ids, total = invert(mass, uniform.to(self._device).float())
             if self._greedy is not None:
                 ids = torch.where(self._greedy[:, None], best, ids)
         logprobs = scores.gather(-1, ids) - peak - torch.log(total)
         return ids[:, 0], logprobs[:, 0]
 
-    def _draw(self, mass: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        cumulative = mass.cumsum(-1)
-        total = cumulative[:, -1:]
-        uniform = torch.from_numpy(uniforms(self._seeds, positions.astype(np.uint64)))
-        # Strictly below the total even after rounding: a token of no mass is never drawn.
-        below = torch.nextafter(total, torch.zeros_like(total))
-        target = torch.minimum(uniform.to(self._device).float()[:, None] * total, below)
-        return torch.searchsorted(cumulative, target, right=True), total
+
+def invert(mass: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from each row by inverting its cumulative mass.
+
+    Args:
+        mass: Of each token, in any unit, shape (B, V).
+        uniform: float32 in [0, 1]: a number just below 1 rounds to 1. Shape (B,).
+
+    Returns:
+        Token ids and the mass of the row, both of shape (B, 1).
+    """
+    cumulative = mass.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Strictly below the total even after rounding: a token of no mass is never drawn.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniform[:, None] * total, below)
+    return torch.searchsorted(cumulative, target, right=True), total
 
 
 def truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

@@ -179,6 +179,18 @@ def test_a_sample_depends_on_its_own_seed_alone(
     assert len({s.ids for s in together}) == 3
 
 
+def test_a_draw_that_rounds_to_one_never_yields_a_token_that_was_cut_off(
+    policy: LatentPolicy,
+    prompts: list[tuple[int, ...]],
+    states: ExpertStates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("random.Random.random", lambda self: 1 - 2.0**-26)
+    common = {"rows": [0, 1, 2], "max_new_tokens": 2, "eos_ids": []}
+    samples = sample(policy, prompts, states, seeds=[1, 2, 3], top_k=2, **common)  # type: ignore
+    assert all(logprob > -50 for s in samples for logprob in s.logprobs)
+
+
 def test_shared_prompts_score_what_whole_rows_and_trls_fused_head_score(
     policy: LatentPolicy, inputs: Inputs
 ) -> None:

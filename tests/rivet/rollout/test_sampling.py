@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rivet.rollout.backend import SamplingParams
-from rivet.rollout.sampling import Draw, Sampler, truncate, uniforms
+from rivet.rollout.sampling import Draw, Sampler, invert, truncate, uniforms
 
 CPU = torch.device("cpu")
 
@@ -104,6 +104,15 @@ def test_a_large_vocabulary_never_yields_a_token_without_mass() -> None:
     ids, logprobs = sampler(logits, np.arange(512))
     assert int(ids.min()) >= 100 and int(ids.max()) < 200
     assert torch.isfinite(logprobs).all()
+
+
+def test_a_uniform_number_that_rounds_to_one_draws_the_last_token_with_mass() -> None:
+    mass = torch.tensor([[0.0, 2.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0], [0.1, 0.7, 0.2, 1e-30]])
+    uniform = torch.full((3,), 1 - 2.0**-26, dtype=torch.float64).float()
+    assert uniform.tolist() == [1.0] * 3
+    ids, total = invert(mass, uniform)
+    assert ids[:, 0].tolist() == [2, 0, 2]
+    torch.testing.assert_close(total[:, 0], mass.sum(-1))
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
