@@ -6,6 +6,7 @@ import pytest
 
 from rivet.grading import Grader
 from rivet.grading.extract import extract
+from rivet.grading.local_kinds import decide_integer
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +173,18 @@ def test_extraction_is_linear_in_the_text():
     ):
         extract(text, "eval")
     assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(
+    "text", ["$" + " " * 3900 + "5x", "$" + " " * 1300 + "5" + " " * 1300 + "x"]
+)
+def test_a_blank_numeral_costs_the_event_loop_no_time(text):
+    started = time.process_time()
+    assert decide_integer("5", text) is None
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("text", ["5", " + 5 ", "$5$", "$ -5", "\t$\n5 $ "])
+def test_an_integer_is_read_with_blanks_and_dollars_around_it(text):
+    expected = "wrong" if "-" in text else "right"
+    assert decide_integer("5", text)[0] == expected
