@@ -9,12 +9,12 @@ computed; what does not is an assumption, a setting of this command, and printed
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from data.problems import load_problems
 from rivet.config import ConfigError, load_config, parse_config, setting
 from rivet.experts.config import ExpertConfig, load_experts
 from stages.plan_memory import Memory, PlanError, Precision, Shape, Sharding, Step, memory, shape_of
@@ -114,6 +114,7 @@ def plan(config: PlanConfig) -> Plan:
     Raises:
         PlanError: The recipe is of no stage that can be planned, or the model's shape is unknown.
         rivet.config.ConfigError: The recipe is wrong.
+        data.problems.ProblemFileError: Its file of problems is there and broken.
     """
     stage = config.stage or Path(config.recipe).stem.split("_")[0]
     if stage not in STAGES:
@@ -184,8 +185,10 @@ def _stage1(config: PlanConfig, recipe: Any, shape: Shape, notes: list[str]) -> 
     rollouts = per_process * config.devices
     steps = recipe.max_steps
     if steps <= 0:
+        from stages.stage1.training import count_steps
+
         problems = _number_of_problems(config, recipe, notes)
-        steps = math.ceil(recipe.num_train_epochs * problems * recipe.num_generations / rollouts)
+        steps = count_steps(recipe.num_train_epochs, problems, rollouts // recipe.num_generations)
     longest = recipe.max_completion_length or config.completion_length
     micro = recipe.per_device_train_batch_size
     notes.append(f"a micro-batch is padded to {config.prompt_length} + {longest} tokens a row")
@@ -236,9 +239,8 @@ def _number_of_problems(config: PlanConfig, recipe: Any, notes: list[str]) -> in
 
         return recipe.problems_per_family * len(recipe.families or FAMILIES)
     path = Path(recipe.problems)
-    if path.is_file() and path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as lines:
-            return sum(1 for line in lines if line.strip())
+    if path.is_file():
+        return len(load_problems(path))
     notes.append(f"{config.problems} problems: {recipe.problems} is not there to count")
     return config.problems
 

@@ -79,8 +79,13 @@ def trainer_arguments(config: Stage1Config, folder: RunDir, problems: int) -> St
     args = copy.copy(config)
     args.output_dir = str(folder.path / TRAINER)
     if args.max_steps <= 0:
-        args.max_steps = math.ceil(args.num_train_epochs * (problems // args.prompts_per_step))
+        args.max_steps = count_steps(args.num_train_epochs, problems, args.prompts_per_step)
     return args
+
+
+def count_steps(epochs: float, problems: int, prompts_per_step: int) -> int:
+    """Steps of some passes over the problems, each without what does not fill a step."""
+    return math.ceil(epochs * (problems // prompts_per_step))
 
 
 def train(

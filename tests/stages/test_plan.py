@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -9,15 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from plan_memory_world import config_of
+from pyarrow import parquet
 
-from rivet.config import ConfigError
+from rivet.config import ConfigError, load_config
+from rivet.runs import RunDir
 from stages.cli import main as rivet
 from stages.memory_use import PeakMemory
 from stages.plan import PlanConfig, PlanError, plan, text
 from stages.plan_memory import Step, memory, shape_of, trainable
 from stages.plan_work import Assumptions, work
+from stages.stage1.config import Stage1Config
+from stages.stage1.training import trainer_arguments
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "stages" / "recipes"
@@ -142,6 +148,43 @@ def test_experts_cost_what_their_file_says(tmp_path: Path) -> None:
     # 300 tokens read and 600 written: 0.0054 USD of one, 0.00054 of the other.
     assert result.work.usd == pytest.approx(2000 * (0.0054 + 0.00054) / 2)
     assert result.memory is None
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"id": str(n), "problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(count)]
+
+
+def test_stage1_is_planned_with_the_steps_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, rows(11))))
+    recipe = tmp_path / "stage1_x.yaml"
+    recipe.write_text(
+        f"model: qwen3-1.7b\nproblems: {tmp_path / 'problems.jsonl'}\nnum_train_epochs: 2.5\n"
+        "num_generations: 4\nper_device_train_batch_size: 16\nuse_cpu: true\n"
+    )
+    # 4 problems a step, 3 of 11 are left over in each pass: 2.5 * 2 steps of 16 rollouts.
+    args = load_config(Stage1Config, recipe)
+    with RunDir.open(tmp_path / "run", args, stage="stage1") as run:
+        assert trainer_arguments(args, run, 11).max_steps == 5
+    work = plan(PlanConfig(str(recipe), completion_length=100, spliced_share=0.0)).work
+    assert work.sampled_tokens == 5 * 16 * 100
+    # Two devices take 8 problems a step: 1 step a pass.
+    work = plan(PlanConfig(str(recipe), completion_length=100, spliced_share=0.0, devices=2)).work
+    assert work.sampled_tokens == 3 * 32 * 100
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.parquet"])
+def test_problems_are_counted_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if name == "x.parquet":
+        parquet.write_table(pa.Table.from_pylist(rows(7)), file)
+    else:
+        with (gzip.open if name.endswith("gz") else open)(file, "wt") as lines:
+            lines.write("\n".join(map(json.dumps, rows(7))))
+    recipe = tmp_path / "collect_x.yaml"
+    recipe.write_text(f"model: qwen3-1.7b\nproblems: {file}\nsamples_per_problem: 2\n")
+    result = plan(PlanConfig(str(recipe), completion_length=100, spliced_share=0.0))
+    assert result.work.sampled_tokens == 7 * 2 * 100
+    assert not any("not there to count" in note for note in result.assumptions)
 
 
 @pytest.mark.parametrize("recipe", PLANNED, ids=lambda path: path.stem)
