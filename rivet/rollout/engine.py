@@ -323,11 +323,12 @@ class _Rollout:
         left = self._limits.max_reply_length
         for kind, piece in split_reply(text):
             ids, is_cut = self._splicer.foreign(piece, left)
+            is_cut |= kind == "code" and len(self._runs) >= self._limits.max_code_runs
             if kind == "code" and not is_cut:
                 splice.add("expert", self._splicer.program(piece))
                 splice.extend(await self._run(piece, "expert"))
             elif kind == "code":
-                # Half a program must not run: its place is marked and the reply ends there.
+                # Half a program, or one too many, must not run: the reply ends there and says so.
                 splice.add("expert", self._splicer.marker())
             else:
                 splice.add("expert", ids)

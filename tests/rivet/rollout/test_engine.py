@@ -319,11 +319,6 @@ async def test_budgets_end_the_trajectory(tag_tokenizer) -> None:
     runs = build_engine(tag_tokenizer, "<python>1</python>" * 3, max_code_runs=2)
     got = await runs.rollout(REQUEST)
     assert got.finish == "budget" and len(got.code_runs) == len(runs.sandbox.programs) == 2
-    nested = build_engine(
-        tag_tokenizer, ASK, reply="```python\n1\n```\n```python\n2\n```", max_code_runs=1
-    )
-    got = await nested.rollout(REQUEST)
-    assert got.finish == "budget" and len(nested.sandbox.programs) == 1
     assert got.fault is None
 
 
@@ -457,6 +452,18 @@ async def test_a_program_that_does_not_fit_its_reply_is_left_out_and_not_run(tok
     assert not engine.sandbox.programs and "<python>" not in text_of(engine, got)
     assert '<reply name="calc">Text. ... [cut]</reply>' in text_of(engine, got)
     assert got.well_formed
+
+
+async def test_a_reply_with_one_program_too_many_ends_before_it_and_the_controller_goes_on(
+    tokenizer,
+) -> None:
+    reply = "One:\n```\nprint(1)\n```\nTwo:\n```\nprint(2)\n```\nMore."
+    engine = build_engine(tokenizer, ASK + ANSWER, reply=reply, max_code_runs=1)
+    got = await engine.rollout(REQUEST)
+    assert engine.sandbox.programs == ["print(1)"]  # type: ignore[union-attr]
+    assert "<output>42</output>Two: ... [cut]</reply><answer>" in text_of(engine, got)
+    assert (got.finish, got.well_formed, got.answer) == ("answer", True, "\\boxed{42}")
+    assert_sound(engine, got)
 
 
 async def test_no_expert_mode_bans_the_tag_or_ends_as_malformed(tokenizer) -> None:
