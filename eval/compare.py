@@ -136,7 +136,7 @@ def compare(a: Condition, b: Condition, *, across_prompts: bool = False) -> dict
     Returns:
         `name` of the comparison, `overall` and `by_source` differences, the accuracies, the
         number of problems that only one of the two has a scored sample of, and in what the two
-        were `sampled_differently`.
+        were `sampled_differently` (sampling, limits, number format, experts, grading).
 
     Raises:
         CompareError: Problems, k or prompts differ.
@@ -219,7 +219,7 @@ def describe(comparison: dict[str, Any]) -> str:
             f"{d['n']} problems: {verdict}"
         )
     if different := comparison.get("sampled_differently"):
-        lines.append(f"not of the checkpoints alone: sampled with {'; '.join(different)}")
+        lines.append(f"not of the checkpoints alone: {'; '.join(different)}")
     if comparison["unpaired"]:
         lines.append(f"{comparison['unpaired']} problems without a partner were left out")
     return "\n  ".join(" ".join(line.split()) for line in lines)  # whatever names hold
@@ -280,9 +280,32 @@ def _name(a: Condition, b: Condition) -> str:
 
 def _sampled_differently(a: Condition, b: Condition) -> list[str]:
     """Such as `temperature 0.0 and 1.0`; the difference is then of greedy and sampled answers."""
-    of_a, of_b = (dict(c.settings.get("sampling") or {}) for c in (a, b))
-    names = sorted(of_a.keys() | of_b.keys())
-    return [f"{n} {of_a.get(n)} and {of_b.get(n)}" for n in names if of_a.get(n) != of_b.get(n)]
+    of_a, of_b = _choices(a), _choices(b)
+    experts_a, experts_b = _experts(a), _experts(b)
+    if experts_a and experts_b:  # else they are what the conditions differ in
+        of_a, of_b = of_a | experts_a, of_b | experts_b
+    return [
+        f"{name} {of_a.get(name)!s:.60} and {of_b.get(name)!s:.60}"
+        for name in sorted(of_a.keys() | of_b.keys())
+        if of_a.get(name) != of_b.get(name)
+    ]
+
+
+def _choices(condition: Condition) -> dict[str, Any]:
+    """What samples and verdicts depend on besides checkpoint, problems, prompts and experts."""
+    settings = condition.settings.get("settings") or {}
+    return {
+        **(condition.settings.get("sampling") or {}),
+        **(settings.get("limits") or {}),
+        **{name: settings.get(name) for name in ("grading", "dtype")},
+    }
+
+
+def _experts(condition: Condition) -> dict[str, Any]:
+    """Such as `expert calc: model`, with its value; some are known by their names alone."""
+    settings = condition.settings.get("settings") or {}
+    experts = [e if isinstance(e, dict) else {"name": e} for e in settings.get("experts") or []]
+    return {f"expert {e['name']}: {key}": value for e in experts for key, value in e.items()}
 
 
 def _label(condition: Condition) -> str:

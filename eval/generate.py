@@ -206,7 +206,7 @@ def plan(
                 seed=rollout_seed(seed, step, problem.id, index),
                 step=step,
                 sample_index=index,
-                info=_info(problem),
+                info=info_of(problem),
             )
             if request.id in jobs:
                 raise SamplingError(f"problem id {problem.id!r} occurs twice; expected unique ids")
@@ -214,7 +214,7 @@ def plan(
     return jobs
 
 
-def _info(problem: Problem) -> dict[str, Any]:
+def info_of(problem: Problem) -> dict[str, Any]:
     """What a row keeps of its problem: the gold and the small labels in its meta."""
     labels = {k: v for k, v in problem.meta.items() if isinstance(v, (str, int, float, bool))}
     return {"source": problem.source, "kind": problem.kind, "gold": problem.answer} | labels

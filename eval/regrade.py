@@ -4,6 +4,7 @@
 
 Nothing is sampled. The result is the folder that an evaluation with this `grading` would have
 written: the same trajectories with new verdicts, and `rivet compare` and `rivet report` read it.
+Golds may have changed since; statements may not.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from data.problems import Problem
 from eval.conditions import STORE, Condition, ConditionError, read_condition, write_condition
 from eval.config import EvalConfig
+from eval.generate import info_of
 from eval.grade import grade_trajectory
 from eval.main import load_test_set
 from eval.results_file import RESULTS_FILE
-from eval.store_settings import FILE_NAME
+from eval.store_settings import FILE_NAME, problems_digest
 from eval.summary import summarise
 from eval.table import markdown_table
 from rivet.files import atomic_write_json
@@ -75,8 +77,8 @@ def regrade(
 
     Raises:
         rivet.runs.RunDirError: `run` is no finished evaluation, or `out` is in use.
-        ConditionError: A condition is not finished, or its problems or some rows are not there any
-            more.
+        ConditionError: A condition is not finished, some of its rows or problems are not there
+            any more, or its problems differ in more than their golds.
     """
     source = RunDir.load(run, stage="eval")
     _ = source.results  # refuses an unfinished run
@@ -92,8 +94,11 @@ def regrade(
     ):
         for mode in config.conditions:
             before = read_condition(run / mode)
-            graded = asyncio.run(_grade_all(grader, problems, before))
-            _write_store(out / mode / STORE, graded, before.settings, grading)
+            rows_before = _load_rows(before)
+            asked = _those_asked(problems, rows_before, before)
+            graded = asyncio.run(_grade_all(grader, asked, rows_before))
+            changed = {"problems_digest": problems_digest(asked)}
+            _write_store(out / mode / STORE, graded, before.settings | changed, grading)
             summary = summarise(graded, competent=competent)
             row = {name: before.results[name] for name in ("checkpoint", "condition")} | summary
             write_condition(out / mode, row, graded)
@@ -105,28 +110,57 @@ def regrade(
     return results
 
 
-async def _grade_all(
-    grader: Grader, problems: Sequence[Problem], before: Condition
-) -> list[Trajectory]:
-    by_id = {problem.id: problem for problem in problems}
-    store = before.store
-    rows = store.load()
+def _load_rows(before: Condition) -> list[Trajectory]:
+    rows = before.store.load()
     counted = sum((before.results.get("outcomes") or {}).values())
     if counted and len(rows) != counted:
         raise ConditionError(
-            f"{store.folder}: {len(rows)} rows, but {before.folder / RESULTS_FILE} counts "
+            f"{before.store.folder}: {len(rows)} rows, but {before.folder / RESULTS_FILE} counts "
             f"{counted}: shards were lost or added; restore them, or evaluate again"
         )
-    missing = sorted({t.problem_id for t in rows} - by_id.keys())
+    return rows
+
+
+def _those_asked(
+    problems: Sequence[Problem], rows: Sequence[Trajectory], before: Condition
+) -> list[Problem]:
+    """The problems of some rows as they are now; says so where their golds are others."""
+    info = {t.problem_id: t.info for t in rows}
+    missing = sorted(info.keys() - {problem.id for problem in problems})
     if missing:
         raise ConditionError(
-            f"{store.folder}: {len(missing)} problems, such as {missing[0]}, are not in the sets "
+            f"{before.folder}: {len(missing)} problems, such as {missing[0]}, are not in the sets "
             "that the run names; expected them unchanged"
         )
-    return await asyncio.gather(*(_grade_one(grader, by_id[t.problem_id], t) for t in rows))
+    now = [problem for problem in problems if problem.id in info]
+    then = [
+        replace(p, answer=info[p.id].get("gold", p.answer), kind=info[p.id].get("kind", p.kind))
+        for p in now
+    ]
+    if before.settings.get("problems_digest") not in (problems_digest(now), problems_digest(then)):
+        raise ConditionError(
+            f"{before.folder}: its problems are not those that were asked, in the same order; "
+            "expected no change but of their golds: restore the sets, or evaluate again"
+        )
+    others = [p.id for p, was in zip(now, then, strict=True) if p != was]
+    if others:
+        logger.warning("%d problems, such as %s, have another gold now", len(others), others[0])
+    return now
+
+
+async def _grade_all(
+    grader: Grader, problems: Sequence[Problem], rows: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """Rows with new verdicts, ordered by problem and sample index."""
+    order = {problem.id: n for n, problem in enumerate(problems)}
+    rows = sorted(rows, key=lambda t: (order[t.problem_id], t.sample_index))
+    return await asyncio.gather(
+        *(_grade_one(grader, problems[order[t.problem_id]], t) for t in rows)
+    )
 
 
 async def _grade_one(grader: Grader, problem: Problem, trajectory: Trajectory) -> Trajectory:
+    trajectory = replace(trajectory, info=trajectory.info | info_of(problem))
     if trajectory.fault is not None:
         return trajectory
     return await grade_trajectory(grader, problem, trajectory)

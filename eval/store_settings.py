@@ -42,9 +42,14 @@ def sampling_settings(
         "seed": seed,
         "step": step,
         "problems": len(problems),
-        "problems_digest": digest([p.id, p.problem, p.answer, p.kind] for p in problems),
+        "problems_digest": problems_digest(problems),
         "prompts_digest": digest(list(ids) for ids in prompts),
     }
+
+
+def problems_digest(problems: Iterable[Problem]) -> str:
+    """Digest of what was asked and against what it is graded, in order."""
+    return digest([p.id, p.problem, p.answer, p.kind] for p in problems)
 
 
 def digest(items: Iterable[Any]) -> str:

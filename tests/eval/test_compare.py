@@ -213,11 +213,44 @@ async def test_a_gap_is_of_conditions_that_were_sampled_alike(problems, prompts,
     a = read_condition(await evaluate(tmp_path / "a", problems, prompts))
     b = read_condition(await evaluate(tmp_path / "b", problems, prompts, mode="local"))
     assert compare(a, b)["name"] == "expert-removal gap"
-    assert "sampled with" not in describe(compare(a, b))
+    assert "checkpoints alone" not in describe(compare(a, b))
     b.settings["sampling"] |= {"temperature": 0.0}
     result = compare(a, b)
     assert result["name"] == "difference"
-    assert "not of the checkpoints alone: sampled with temperature 1.0 and 0.0" in describe(result)
+    assert "not of the checkpoints alone: temperature 1.0 and 0.0" in describe(result)
+
+
+async def test_other_rules_limits_formats_and_experts_are_named(
+    problems, prompts, tmp_path
+) -> None:
+    a = read_condition(await evaluate(tmp_path / "a", problems, prompts))
+    b = read_condition(await evaluate(tmp_path / "b", problems, prompts, checkpoint="stage2"))
+    expert = {"name": "calc", "model": "m1", "temperature": 0.0}
+    settings = {
+        "grading": "reward",
+        "dtype": "float32",
+        "limits": {"max_completion_length": 64, "max_expert_calls": 4},
+        "experts": [expert],
+        "weights": "1",
+    }
+    a.settings["settings"], b.settings["settings"] = settings, settings | {"weights": "2"}
+    assert (compare(a, b)["name"], compare(a, b)["sampled_differently"]) == ("step, experts", [])
+    for change, named in [
+        ({"grading": "eval"}, "grading reward and eval"),
+        ({"dtype": "bfloat16"}, "dtype float32 and bfloat16"),
+        (
+            {"limits": {"max_completion_length": 128, "max_expert_calls": 4}},
+            "max_completion_length 64 and 128",
+        ),
+        ({"experts": [expert | {"model": "m2"}]}, "expert calc: model m1 and m2"),
+        ({"experts": [expert, "numth"]}, "expert numth: name None and numth"),
+    ]:
+        b.settings["settings"] = settings | change
+        result = compare(a, b)
+        assert (result["name"], result["sampled_differently"]) == ("difference", [named])
+        assert f"not of the checkpoints alone: {named}" in describe(result)
+    b.settings["settings"] = settings | {"experts": []}  # that is what `local` is
+    assert compare(a, b)["sampled_differently"] == []
 
 
 async def test_a_folder_without_results_is_refused_with_a_hint(problems, prompts, tmp_path) -> None:

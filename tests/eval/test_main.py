@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import eval.main
 from data.benchmarks import BenchmarkError
 from data.problems import ProblemFileError
-from eval.compare import compare
+from eval.compare import CompareError, compare
 from eval.conditions import ConditionError, read_condition
 from eval.config import EvalConfig
 from eval.main import EvalError, main, open_checkpoint, run
@@ -408,6 +408,28 @@ def test_samples_are_graded_again_under_other_rules_without_sampling(
     (tmp_path / "run" / "finished.json").unlink()
     with pytest.raises(RunDirError, match="not finished"):
         regrade([str(tmp_path / "run"), "--out", str(tmp_path / "more"), "--grading", "eval"])
+
+
+def test_golds_that_changed_are_graded_against_and_no_longer_compared(
+    scripted_runtime, problems_file, tmp_path, caplog
+) -> None:
+    run(config_of(tmp_path, problems_file, conditions=["local"]))
+    command = [str(tmp_path / "run"), "--grading", "reward", "--out"]
+    text = problems_file.read_text()
+    problems_file.write_text(text.replace('"answer": "6"', '"answer": "7"'))
+    regrade([*command, str(tmp_path / "again")])
+    assert "10 problems, such as p0, have another gold now" in caplog.text
+    before, again = (read_condition(tmp_path / name / "local") for name in ("run", "again"))
+    assert again.results["accuracy"] == pytest.approx(1 - before.results["accuracy"])
+    assert {t.info["gold"] for t in again.store} == {"7"}
+    with pytest.raises(CompareError, match="the problems or their golds"):
+        compare(before, again)
+    problems_file.write_text(text.replace("gcd", "lcm"))
+    with pytest.raises(ConditionError, match="expected no change but of their golds"):
+        regrade([*command, str(tmp_path / "other")])
+    problems_file.write_text(text[: text.index("\n") + 1])
+    with pytest.raises(ConditionError, match="9 problems, such as p1, are not in the sets"):
+        regrade([*command, str(tmp_path / "fewer")])
 
 
 def test_a_pretrained_model_without_a_chat_template_is_refused(pretrained, tmp_path) -> None:
