@@ -62,7 +62,7 @@ def add_placeholder(tokenizer: ProtocolTokenizer) -> tuple[ProtocolTokenizer, in
         hf.add_special_tokens(
             {"additional_special_tokens": [PLACEHOLDER]}, replace_extra_special_tokens=False
         )
-        tokenizer = ProtocolTokenizer(hf)
+        tokenizer = ProtocolTokenizer(hf, tokenizer.eos_ids)
     return tokenizer, hf.get_vocab()[PLACEHOLDER]
 
 

@@ -16,17 +16,14 @@ from rivet.checkpoints import CheckpointError
 from rivet.latent.adapter import AdapterSettings
 from rivet.latent.cache import read_states
 from rivet.latent.experts import FrozenExpert, weights_digest
-from rivet.latent.policy import (
-    LatentPolicy,
-    LatentPolicyError,
-    load_policy,
-)
-from rivet.latent.prompts import LatentPrompts
+from rivet.latent.policy import PLACEHOLDER, LatentPolicy, LatentPolicyError, load_policy
+from rivet.latent.prompts import LatentPrompts, add_placeholder
 from rivet.latent.sampling import pad_left, pad_right, sample
 from rivet.latent.scoring import positions_of, score
 from rivet.latent.states import ExpertStates
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
+from tests.conftest import build_tokenizer
 from tests.rivet.latent.conftest import NUM_CONTEXT, tiny_llama
 
 PROBLEMS = ["What is 12 + 18?", "3", "Compute 3 + 4 * 5 and say what is 23 and what is 12."]
@@ -213,6 +210,14 @@ def test_shared_prompts_score_what_whole_rows_and_trls_fused_head_score(
         ours = getattr(shared, name)[there]
         torch.testing.assert_close(ours, getattr(whole, name)[there], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours, getattr(fused, name)[:, -3:][there], rtol=1e-4, atol=1e-4)
+
+
+def test_the_placeholder_leaves_every_end_of_a_turn_in_place() -> None:
+    hf = build_tokenizer(["<|im_start|>", "<|im_end|>"], []).hf
+    before = ProtocolTokenizer(hf, [5])
+    after, placeholder = add_placeholder(before)
+    assert after.eos_ids == before.eos_ids == {5, hf.eos_token_id}
+    assert after.token_bytes[placeholder] == PLACEHOLDER.encode()
 
 
 def test_a_placeholder_that_is_sampled_is_an_ordinary_token(
