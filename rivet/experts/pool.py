@@ -299,27 +299,42 @@ class ExpertPool:
 
     async def _try_once(self, call: Call) -> bool:
         """Make one attempt; wait if there is another to make. True if the call is over."""
-        config, connections = call.config, self._open()
-        async with connections.semaphore(config):
-            await self._limits[config.name].wait(call.reserved_tokens)
-            before = time.monotonic()
-            endpoint = await connections.wait_for_endpoint(config, call.tried, call.patience_s)
-            call.patience_s -= time.monotonic() - before
+        config = call.config
+        async with self._open().semaphore(config):
+            endpoint = await self._wait_for_turn(call)
             if endpoint is None:
-                call.give_up(connections.why_none(config))
                 return True
-            if call.tried and self._ledger is not None:
-                self._ledger.check()
             await self._attempt(call, endpoint)
-        if call.last.status == "ok" or call.last.is_final or len(call.tried) > config.max_retries:
+        if call.last.status == "ok":
             return True
         pause_s = self._pause_s(call, endpoint)
+        if call.last.is_final or len(call.tried) > config.max_retries:
+            return True
         logger.info(
             "expert %s: attempt %d: %s (%s); next in %.1f s",
             *(config.name, len(call.tried), call.last.status, call.last.detail, pause_s),
         )
         await asyncio.sleep(pause_s)
         return False
+
+    async def _wait_for_turn(self, call: Call) -> Endpoint | None:
+        """Wait for the rate limits and an endpoint; None if the call gives up, sending nothing."""
+        config, connections = call.config, self._open()
+        limit = self._limits[config.name]
+        await limit.wait(call.reserved_tokens)
+        try:
+            before = time.monotonic()
+            endpoint = await connections.wait_for_endpoint(config, call.tried, call.patience_s)
+            call.patience_s -= time.monotonic() - before
+            if endpoint is None:
+                limit.cancel(call.reserved_tokens)
+                call.give_up(connections.why_none(config))
+            elif call.tried and self._ledger is not None:
+                self._ledger.check()
+        except BaseException:
+            limit.cancel(call.reserved_tokens)
+            raise
+        return endpoint
 
     def _pause_s(self, call: Call, endpoint: Endpoint) -> float:
         """Seconds until the next attempt; an endpoint that is busy is left alone by everybody."""

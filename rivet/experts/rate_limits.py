@@ -79,6 +79,12 @@ class RateLimit:
         if self._tokens:
             self._tokens.give_back(reserved - used, self._clock())
 
+    def cancel(self, tokens: int) -> None:
+        """Give back a reservation of one request of so many tokens that is not sent after all."""
+        if self._requests:
+            self._requests.give_back(1, self._clock())
+        self.settle(tokens, 0)
+
     async def wait(self, tokens: int) -> None:
         """Wait until one request of so many tokens may be sent. A cancelled wait gives it back."""
         wait_s = self.reserve(tokens)
@@ -87,9 +93,5 @@ class RateLimit:
         try:
             await asyncio.sleep(wait_s)
         except BaseException:
-            now = self._clock()
-            if self._requests:
-                self._requests.give_back(1, now)
-            if self._tokens:
-                self._tokens.give_back(tokens, now)
+            self.cancel(tokens)
             raise

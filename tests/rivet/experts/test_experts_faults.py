@@ -85,6 +85,15 @@ async def test_a_retry_never_comes_earlier_than_retry_after_asks(server, config,
     assert time.monotonic() - started >= at_least_s
 
 
+async def test_retry_after_of_the_last_attempt_holds_for_the_next_question(server, config):
+    server.behaviours = [http({}, 429, Retry_After="0.4"), http(completion())]
+    async with ExpertPool([config(max_retries=0)], backoff_s=0.001) as pool:
+        assert (await pool.ask("algebra", "?")).status == "rate_limited"
+        started = time.monotonic()
+        assert (await pool.ask("algebra", "?")).status == "ok"
+    assert time.monotonic() - started >= 0.3
+
+
 async def test_a_provider_that_asks_for_an_hour_is_given_up(server, config):
     server.behaviours = [http({}, 429, Retry_After="3600"), http(completion())]
     async with ExpertPool([config(max_retries=5)]) as pool:

@@ -111,6 +111,26 @@ async def test_no_more_requests_than_allowed_are_under_way(server, config):
     assert server.peak == 3
 
 
+async def test_what_is_never_sent_takes_nothing_from_the_rate_limits(server, config):
+    server.behaviours = [http({}, 429, Retry_After="30")]
+    # Bursts of 6 requests and 1000 tokens.
+    expert = config(requests_per_minute=60, tokens_per_minute=10_000, max_tokens=200)
+    async with ExpertPool([expert]) as pool:
+        assert (await pool.ask("algebra", "?")).status == "rate_limited"
+        for _ in range(5):  # wait for the endpoint, and are cancelled
+            task = asyncio.create_task(pool.ask("algebra", "?"))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        (endpoint,) = pool._open()._endpoints.values()
+        endpoint.circuit.pause(3600)
+        for _ in range(5):
+            assert (await pool.ask("algebra", "?")).status == "unavailable"
+        assert len(server.requests) == 1
+        assert pool._limits["algebra"].reserve(900) == 0.0
+
+
 async def test_requests_go_to_the_least_loaded_url(server, config):
     gate = asyncio.Event()
 
