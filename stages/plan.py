@@ -12,11 +12,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.problems import load_problems
 from rivet.config import ConfigError, load_config, parse_config, setting
 from rivet.experts.config import ExpertConfig, load_experts
+from rivet.rollout.backend_settings import BackendName
 from stages.plan_memory import Memory, PlanError, Precision, Shape, Sharding, Step, memory, shape_of
 from stages.plan_work import Assumptions, Work, work
 
@@ -35,12 +36,14 @@ class PlanConfig:
         "recipe's `model`.",
     )
     devices: int = setting(1, "Devices that train, one process each, at least 1.")
-    device: str = setting("cuda", "`cuda`, or `cpu`.")
+    device: Literal["cuda", "cpu"] = setting("cuda", "`cuda`, or `cpu`.")
     device_gb: float = setting(80.0, "Memory of a device in 10^9 bytes, above 0.")
     sharding: Sharding = setting(
         "none", "`full` spreads weights, gradients and optimizer over the devices (FSDP, ZeRO-3)."
     )
-    backend: str = setting("", "What samples: `local` or `vllm`; empty: as the recipe says.")
+    backend: BackendName | None = setting(
+        None, "What samples: `local` or `vllm`; null: as the recipe says."
+    )
     precision: Precision = setting("bf16", "Of the arithmetic: `bf16` or `fp32`.")
     prompt_length: int = setting(400, "Tokens of a prompt, at least 1.")
     completion_length: int = setting(
@@ -77,6 +80,8 @@ class PlanConfig:
             for name in ("device_gb", "generation_tokens_per_s", "tflops", "utilization")
             if getattr(self, name) <= 0
         ]
+        if self.utilization > 1:
+            faults.append(f"utilization: got {self.utilization}, expected at most 1")
         if not 0 <= self.spliced_share < 1:
             faults.append(f"spliced_share: got {self.spliced_share}, expected 0 to below 1")
         if faults:

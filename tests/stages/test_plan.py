@@ -231,6 +231,10 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         shape_of(str(tmp_path))
     with pytest.raises(ConfigError, match="devices: got 0, expected at least 1"):
         PlanConfig("x", devices=0)
+    with pytest.raises(ConfigError, match="utilization: got 35, expected at most 1"):
+        PlanConfig("x", utilization=35)
+    with pytest.raises(ConfigError, match="(?s)device: got gpu .*backend: got hf "):
+        load_config(PlanConfig, recipe="x", device="gpu", backend="hf")
 
 
 def test_the_environment_of_a_measurement_returns_freed_memory() -> None:
