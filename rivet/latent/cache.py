@@ -162,19 +162,18 @@ class StateCache:
         name = hashlib.blake2b(b"".join(digests), digest_size=6).hexdigest()
         path = self.folder / f"{self._shards:05d}-{name}.safetensors"
         self._shards += 1
+        tensors = {
+            "values": states.values.contiguous(),
+            "mask": states.mask.to(torch.uint8),
+            "digests": torch.tensor(list(b"".join(digests)), dtype=torch.uint8),
+        }
+        temporary = temporary_beside(path)
         with explain_full_disk(path):
-            temporary = temporary_beside(path)
-            raw = torch.tensor(list(b"".join(digests)), dtype=torch.uint8)
-            save_file(
-                {
-                    "values": states.values.contiguous(),
-                    "mask": states.mask.to(torch.uint8),
-                    "digests": raw,
-                },
-                temporary,
-                metadata={"key": self.key},
-            )
-            os.replace(temporary, path)
+            try:
+                save_file(tensors, temporary, metadata={"key": self.key})
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 def read_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
+from rivet.files import DiskFullError
 from rivet.latent.cache import CacheError, StateCache, read_states
 from rivet.latent.experts import ExpertError, ExpertSpec, FrozenExpert
 from rivet.latent.states import ExpertStates, ProblemStates
@@ -202,6 +204,20 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(CacheError, match=path.name):
         StateCache(tmp_path, make())
+
+
+def test_a_full_disk_leaves_no_half_written_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rivet.latent.cache.save_file", fill_up)
+    cache = StateCache(tmp_path, make())
+    with pytest.raises(DiskFullError):
+        cache.states(PROBLEMS)
+    assert [path.name for path in cache.folder.iterdir()] == ["expert.json"]  # type: ignore
 
 
 def test_files_of_other_content_are_named(tmp_path: Path) -> None:
