@@ -80,10 +80,11 @@ class Database:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # a full disk has ended it already
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     def _version(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
@@ -93,9 +94,12 @@ class Database:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
+            remedy = "repair that"
+            if type(error) is sqlite3.DatabaseError:  # and no subclass: damaged, or no database
+                remedy += ", or remove the file to start a new one"
             raise DatabaseError(
                 f"{self.path}: {error}; expected a database that this rivet wrote, on a local disk "
-                "with room: repair that, or remove the file to start a new one"
+                f"with room: {remedy}"
             ) from error
 
 

@@ -15,7 +15,7 @@ from misbehaving import completion, http
 
 from rivet.experts.cache import CachedReply, ReplyCache, cache_key
 from rivet.experts.config import BudgetConfig, CacheConfig, ExpertList, ExpertsFileError
-from rivet.experts.database import DatabaseError
+from rivet.experts.database import Database, DatabaseError
 from rivet.experts.ledger import Spent
 from rivet.experts.pool import ExpertPool, ExpertsUnavailableError
 
@@ -216,6 +216,32 @@ def test_a_file_of_another_version_is_refused(tmp_path):
     for mode in ("record", "replay"):
         with pytest.raises(DatabaseError, match="schema 99, this rivet reads and writes 1"):
             ReplyCache(CacheConfig(mode), path)
+
+
+def test_a_full_disk_is_named_and_nobody_is_told_to_remove_what_was_paid_for(tmp_path):
+    cache = ReplyCache(CacheConfig("record"), tmp_path / "c.sqlite")
+    kept = cache.put("calc", {}, "k", CachedReply("one", 1, 2, True))
+    cache._database._connection.execute("PRAGMA max_page_count = 4")
+    with pytest.raises(DatabaseError, match=r"c\.sqlite: database or disk is full") as caught:
+        cache.put("calc", {}, "l", CachedReply("x" * 100_000, 1, 2, True))
+    assert "remove" not in str(caught.value)
+    assert cache.get("calc", {}, "k") == kept
+    cache._database._connection.execute("PRAGMA max_page_count = 4000")
+    cache.put("calc", {}, "l", CachedReply("x" * 100_000, 1, 2, True))
+
+
+def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path):
+    schema = (
+        "CREATE TABLE p (id INTEGER PRIMARY KEY);"
+        "CREATE TABLE c (id INTEGER REFERENCES p DEFERRABLE INITIALLY DEFERRED)"
+    )
+    database = Database(tmp_path / "d.sqlite", schema, 1)
+    database._connection.execute("PRAGMA foreign_keys = ON")
+    with pytest.raises(DatabaseError, match="FOREIGN KEY"), database.writing() as connection:
+        connection.execute("INSERT INTO c VALUES (7)")  # refused by the commit
+    with database.writing() as connection:
+        connection.execute("INSERT INTO p VALUES (7)")
+    assert database.rows("SELECT count(*) FROM p, c") == [(0,)]
 
 
 def test_a_path_that_is_a_folder_is_named(tmp_path):

@@ -191,7 +191,7 @@ def test_an_impossible_limit_is_refused(limit):
 
 def test_a_file_that_is_no_ledger_is_refused_by_name(tmp_path):
     (tmp_path / FILE_NAME).write_text("this is no database at all, whatever its name says" * 20)
-    with pytest.raises(DatabaseError, match=f"{FILE_NAME}: file is not a database"):
+    with pytest.raises(DatabaseError, match=f"{FILE_NAME}: file is not a .*or remove the file"):
         Ledger(tmp_path, BudgetConfig())
 
 
