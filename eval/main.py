@@ -31,6 +31,7 @@ from eval.latent import OpenedLatent, check_latent, open_latent
 from eval.problem_sets import MiniWorldSplit, load_problem_sets
 from eval.ray_shards import listed_experts, open_actors
 from eval.ray_worker import RuntimeSpec, backend_settings
+from eval.results_file import RESULTS_FILE
 from eval.runtime import Runtime, expert_cards, find_model, open_runtime
 from eval.sampling_config import NO_RESULT
 from eval.summary import summarise
@@ -98,11 +99,7 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
                 rows = asyncio.run(
                     _evaluate(config, checkpoint, experts, problems, competent, output)
                 )
-        comparisons = _compare_conditions(config, checkpoint, output)
-        results = {"rows": rows, "comparisons": comparisons}
-        folder.write_json("results.json", results)
-        folder.finish({"rows": [{name: row[name] for name in _ROW} for row in rows]})
-    return results
+        return finish_run(folder, rows, _compare_conditions(config, checkpoint, output))
 
 
 def main(
@@ -122,11 +119,16 @@ def main(
         if open_experts is not None and consults(config):
             experts = stack.enter_context(open_experts(config.experts))
         results = run(config, experts=experts)
+    show(results, Path(config.output_dir))
+    return 0
+
+
+def show(results: Mapping[str, Any], folder: Path) -> None:
+    """Print what an evaluation came to, and where it lies."""
     print(markdown_table(results["rows"]))
     for comparison in results["comparisons"]:
         print(describe(comparison))
-    print(f"results: {Path(config.output_dir) / 'results.json'}")
-    return 0
+    print(f"results: {folder / RESULTS_FILE}")
 
 
 def consults(config: EvalConfig) -> bool:
@@ -236,7 +238,7 @@ async def _evaluate_condition(
         progress=f"{label}/{mode}",
         **config.how(mode).arguments(),
     )
-    return _finish_condition(config, trajectories, competent, mode, folder)
+    return finish_condition(label, trajectories, competent, mode, folder)
 
 
 def _share_out(
@@ -265,21 +267,30 @@ def _share_out(
     with open_actors(spec, config.ray) as actors:
         for mode in config.conditions:
             store = TrajectoryStore(output / mode / STORE)
-            label = f"{config.checkpoint_label()}/{mode}"
-            trajectories = actors.sample(problems, config.how(mode), store=store, progress=label)
-            rows.append(_finish_condition(config, trajectories, competent, mode, output / mode))
+            label = config.checkpoint_label()
+            trajectories = actors.sample(
+                problems, config.how(mode), store=store, progress=f"{label}/{mode}"
+            )
+            rows.append(finish_condition(label, trajectories, competent, mode, output / mode))
     return rows
 
 
-def _finish_condition(
-    config: EvalConfig,
+def finish_condition(
+    label: str,
     trajectories: list[Trajectory],
     competent: Mapping[str, str],
     mode: Mode,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write what a condition came to; its row of the results."""
-    label = config.checkpoint_label()
+    """Write what a condition came to; its row of the results.
+
+    Args:
+        label: The checkpoint's name in tables.
+        trajectories: Graded.
+        competent: The expert that knows a family.
+        mode: The condition.
+        folder: Of the condition.
+    """
     summary = summarise(trajectories, competent=competent)
     row = {"checkpoint": label, "condition": mode, **summary}
     row = {name: row[name] for name in _ROW} | row
@@ -291,6 +302,16 @@ def _finish_condition(
         *(100 * row[name] for name in ("accuracy", "ci_low", "ci_high", "well_formed")),
     )
     return row
+
+
+def finish_run(
+    folder: RunDir, rows: list[dict[str, Any]], comparisons: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Write the results of all conditions and mark the run finished; the results."""
+    results = {"rows": rows, "comparisons": comparisons}
+    folder.write_json(RESULTS_FILE, results)
+    folder.finish({"rows": [{name: row[name] for name in _ROW} for row in rows]})
+    return results
 
 
 def _compare_conditions(

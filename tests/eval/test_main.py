@@ -16,11 +16,13 @@ from scripted import ScriptedEngine, ScriptedGrader
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import eval.main
+import eval.regrade
 from data.benchmarks import BenchmarkError
 from data.problems import ProblemFileError
 from eval.compare import CompareError, compare
 from eval.conditions import ConditionError, read_condition
 from eval.config import EvalConfig
+from eval.generate import FaultRateError
 from eval.main import EvalError, main, open_checkpoint, run
 from eval.regrade import main as regrade
 from eval.runtime import Runtime, find_model, open_runtime, weights_fingerprint
@@ -408,6 +410,61 @@ def test_samples_are_graded_again_under_other_rules_without_sampling(
     (tmp_path / "run" / "finished.json").unlink()
     with pytest.raises(RunDirError, match="not finished"):
         regrade([str(tmp_path / "run"), "--out", str(tmp_path / "more"), "--grading", "eval"])
+
+
+class _FailingGrader(ScriptedGrader):
+    """A scripted grader in place of the real one, as `rivet regrade` opens it."""
+
+    def __enter__(self) -> ScriptedGrader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def test_regrading_gives_the_rows_and_the_gap_that_the_evaluation_would_have_given(
+    scripted_runtime, problems_file, tmp_path, monkeypatch, capsys
+) -> None:
+    config = config_of(tmp_path, problems_file, samples_per_problem=2, temperature=1.0)
+    first = run(config)
+    monkeypatch.setattr(eval.regrade, "Grader", lambda mode: _FailingGrader(failures=2))
+    command = [str(tmp_path / "run"), "--grading", "reward", "--out"]
+    regrade([*command, str(tmp_path / "again")])
+    again = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert again["rows"][0].pop("faulted_attempts") == {"grader_timeout": 2}
+    assert first["rows"][0].pop("faulted_attempts") == {}
+    assert again == json.loads(json.dumps(first))
+    assert "expert-removal gap" in capsys.readouterr().out
+    for file in ("local/results.json", "local/scores.json", "local/trajectories/settings.json"):
+        assert (tmp_path / "again" / file).read_text() == (tmp_path / "run" / file).read_text()
+    with pytest.raises(RunDirError, match="expected another folder"):
+        regrade([*command, str(tmp_path / "run"), "--overwrite"])
+    assert read_condition(tmp_path / "run" / "local").store.count() == 20
+
+
+def test_a_grader_that_fails_stops_regrading_and_what_it_left_is_replaced(
+    scripted_runtime, problems_file, tmp_path, monkeypatch
+) -> None:
+    run(config_of(tmp_path, problems_file, conditions=["local"], max_attempts=1))
+    command = [str(tmp_path / "run"), "--grading", "reward", "--out", str(tmp_path / "again")]
+    monkeypatch.setattr(eval.regrade, "Grader", lambda mode: _FailingGrader(failures=2))
+    with pytest.raises(FaultRateError, match=r"2 of 10 .*grader_timeout 2.*max_fault_rate 0\.1"):
+        regrade(command)
+    with monkeypatch.context() as patch:
+        patch.setattr(eval.regrade, "Grader", lambda mode: _FailingGrader(failures=1))
+        patch.setattr(eval.regrade, "finish_run", _raise_keyboard_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            regrade(command)
+    assert read_condition(tmp_path / "again" / "local").store.shards() == ["faults", "part-00000"]
+    monkeypatch.setattr(eval.regrade, "Grader", lambda mode: _FailingGrader())
+    regrade(command)
+    again = read_condition(tmp_path / "again" / "local")
+    assert again.store.shards() == ["part-00000"] and again.store.count() == 10
+    assert again.results["outcomes"]["fault"] == 0
+
+
+def _raise_keyboard_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_golds_that_changed_are_graded_against_and_no_longer_compared(
