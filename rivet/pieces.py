@@ -73,7 +73,7 @@ class PieceReader:
         return merged(
             Piece(author, kind, self._decoder.decode(piece), self._expert_at(len(piece)))
             for (token, author), kind in zip(taken, kinds, strict=False)
-            for piece in (self._tokenizer.token_bytes[token],)
+            for piece in (self._tokenizer.bytes_of((token,)),)
         )
 
     def _expert_at(self, length: int) -> str | None:

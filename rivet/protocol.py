@@ -122,11 +122,11 @@ class Scanner:
                 self.ended = True
                 self._read(final=True)
                 start = len(self._text)
-                self._text += self._tokenizer.token_bytes[token]
+                self._text += self._tokenizer.bytes_of((token,))
                 self._marks.append((start, len(self._text), "format"))
                 self._position = len(self._text)
             else:
-                self._text += self._tokenizer.token_bytes[token]
+                self._text += self._tokenizer.bytes_of((token,))
             self._ids.append(token)
             self._authors.append(author)
             self._logprobs.append(None if logprobs is None else logprobs[n])

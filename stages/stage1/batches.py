@@ -114,7 +114,7 @@ def choices(trajectory: Trajectory, tokenizer: ProtocolTokenizer) -> list[tuple[
         For each `<expert name="` the index of the token that holds the first byte behind it, if the
         controller wrote that, and what stands there up to the next quote or tag.
     """
-    pieces = [tokenizer.token_bytes[i] for i in trajectory.completion_ids]
+    pieces = [tokenizer.bytes_of((i,)) for i in trajectory.completion_ids]
     authors = trajectory.authors
     found: list[tuple[int, str]] = []
     token, token_end = -1, 0

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rivet.pieces import pieces_of
 from rivet.protocol import Scanner, Style, parse, split_reply
 from rivet.tokenization import TAG_NAMES, ProtocolTokenizer
-from rivet.trajectory import AUTHORS, KINDS, Author
+from rivet.trajectory import AUTHORS, KINDS, Author, Trajectory
+from stages.stage1.batches import choices
 
 # Text that wants to be taken for structure: tags whole and in pieces, control tokens, escapes.
 PIECES = [
@@ -325,6 +327,23 @@ def test_a_program_that_is_not_closed_is_text() -> None:
     ]
     reply = "```x\n" * 100_000  # takes minutes if every opening fence is searched for its end
     assert split_reply(reply) == [("text", reply.strip())]
+
+
+def test_a_token_beyond_the_vocabulary_is_read_as_one_without_text(
+    tokenizer: ProtocolTokenizer,
+) -> None:
+    text = '<expert name="calc">6*7</expert>'
+    padding = len(tokenizer.token_bytes) + 7
+    ids = [i for known in tokenizer.encode(text) for i in (padding, known)]
+    assert tokenizer.decode(ids) == text
+    scanner = parse(tokenizer, ids, ["controller"] * len(ids))
+    assert scanner.spans[0].is_closed and scanner.text(scanner.spans[0]) == "6*7"
+    assert [i for s in scanner.segments() for i in s.ids] == ids
+    trajectory = Trajectory(
+        "t", "p", "experts", (1,), scanner.segments(), "length", well_formed=False
+    )
+    assert "".join(p.text for p in pieces_of(trajectory, tokenizer)) == text
+    assert [name for _, name in choices(trajectory, tokenizer)] == ["calc"]
 
 
 def test_spans_are_immutable(tag_tokenizer: ProtocolTokenizer) -> None:
