@@ -271,7 +271,7 @@ def _name(a: Condition, b: Condition) -> str:
     condition = a.results["condition"]
     if _sampled_differently(a, b):
         return "difference"
-    if a.results["checkpoint"] != b.results["checkpoint"]:
+    if _checkpoint(a) != _checkpoint(b):
         return f"step, {condition}" if condition == b.results["condition"] else "difference"
     if {condition, b.results["condition"]} == {"experts", "local"}:
         return "expert-removal gap"
@@ -306,6 +306,12 @@ def _experts(condition: Condition) -> dict[str, Any]:
     settings = condition.settings.get("settings") or {}
     experts = [e if isinstance(e, dict) else {"name": e} for e in settings.get("experts") or []]
     return {f"expert {e['name']}: {key}": value for e in experts for key, value in e.items()}
+
+
+def _checkpoint(condition: Condition) -> tuple[str, Any]:
+    """Its name and the digest of its weights: `stage1` is what every run calls its own."""
+    weights = (condition.settings.get("settings") or {}).get("weights")
+    return condition.results["checkpoint"], weights
 
 
 def _label(condition: Condition) -> str:

@@ -220,6 +220,17 @@ async def test_a_gap_is_of_conditions_that_were_sampled_alike(problems, prompts,
     assert "not of the checkpoints alone: temperature 1.0 and 0.0" in describe(result)
 
 
+async def test_a_gap_is_of_one_checkpoint_whatever_it_is_called(
+    problems, prompts, tmp_path
+) -> None:
+    a = read_condition(await evaluate(tmp_path / "a", problems, prompts))
+    b = read_condition(await evaluate(tmp_path / "b", problems, prompts, mode="local"))
+    a.settings["settings"], b.settings["settings"] = {"weights": "1"}, {"weights": "1"}
+    assert compare(a, b)["name"] == "expert-removal gap"
+    b.settings["settings"] = {"weights": "2"}
+    assert compare(a, b)["name"] == "difference"
+
+
 async def test_other_rules_limits_formats_and_experts_are_named(
     problems, prompts, tmp_path
 ) -> None:
