@@ -98,14 +98,34 @@ class Ledger:
         """What was spent on each expert."""
         return _by_expert(self._database)
 
-    def check(self) -> None:
+    def check(self, *, is_retry: bool) -> None:
         """Refuse to go on if a limit is reached.
+
+        Args:
+            is_retry: Another attempt of a call that is booked already, so that the last of
+                `max_calls` may be made again.
 
         Raises:
             BudgetExceededError: It is; the message says which, what was spent and what to do.
         """
-        if self._budget.is_limited:
-            self._check(self.total(), is_call=False)
+        budget = self._budget
+        if not budget.is_limited:
+            return
+        spent = self.total()
+        reached = [
+            f"{name} is {limit:g}"
+            for name, limit, value in (
+                ("max_calls", budget.max_calls, spent.calls - is_retry),
+                ("max_tokens", budget.max_tokens, spent.tokens),
+                ("max_usd", budget.max_usd, spent.usd),
+            )
+            if limit is not None and value >= limit
+        ]
+        if reached:
+            raise BudgetExceededError(
+                f"the budget for experts is spent ({', '.join(reached)}; so far {spent}); what is "
+                f"finished is kept: to go on, raise the limit under `budget:` in {self._source}"
+            )
 
     def begin_call(self, expert: str) -> None:
         """Book a call before anything is sent.
@@ -114,8 +134,7 @@ class Ledger:
             BudgetExceededError: A limit is reached; nothing is booked.
         """
         with self._database.writing() as connection:
-            if self._budget.is_limited:
-                self._check(self.total(), is_call=True)
+            self.check(is_retry=False)
             connection.execute(
                 "INSERT INTO spent (expert, calls) VALUES (?, 1) "
                 "ON CONFLICT (expert) DO UPDATE SET calls = calls + 1",
@@ -131,23 +150,6 @@ class Ledger:
                 f"INSERT INTO spent (expert, {', '.join(_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?) "
                 f"ON CONFLICT (expert) DO UPDATE SET {changes}",
                 (expert, *values),
-            )
-
-    def _check(self, spent: Spent, *, is_call: bool) -> None:
-        budget = self._budget
-        reached = [
-            f"{name} is {limit:g}"
-            for name, limit, value in (
-                ("max_calls", budget.max_calls, spent.calls if is_call else spent.calls - 1),
-                ("max_tokens", budget.max_tokens, spent.tokens),
-                ("max_usd", budget.max_usd, spent.usd),
-            )
-            if limit is not None and value >= limit
-        ]
-        if reached:
-            raise BudgetExceededError(
-                f"the budget for experts is spent ({', '.join(reached)}; so far {spent}); what is "
-                f"finished is kept: to go on, raise the limit under `budget:` in {self._source}"
             )
 
 

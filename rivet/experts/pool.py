@@ -225,16 +225,17 @@ class ExpertPool:
 
         Raises:
             ExpertsUnavailableError: One does not answer; the message names each and says why.
-            BudgetExceededError: The run has spent what it may.
+            BudgetExceededError: The run has spent what it may; not before the first reply that is
+                not recorded.
         """
-        if self._ledger is not None:
-            self._ledger.check()
         if self._cache is not None and (self._cache.is_replay or not self._cache.is_empty):
             self._is_unchecked = not self._cache.is_replay
             return
         await self._check_all()
 
     async def _check_all(self) -> None:
+        if self._ledger is not None:
+            self._ledger.check(is_retry=False)
         failed = [result for result in await self.check() if result.reply.status != "ok"]
         if failed:
             lines = [f"{r.reply.name} at {r.base_url}: {r.reply.detail}" for r in failed]
@@ -330,7 +331,7 @@ class ExpertPool:
                 limit.cancel(call.reserved_tokens)
                 call.give_up(connections.why_none(config))
             elif call.tried and self._ledger is not None:
-                self._ledger.check()
+                self._ledger.check(is_retry=True)
         except BaseException:
             limit.cancel(call.reserved_tokens)
             raise

@@ -16,7 +16,7 @@ from misbehaving import completion, http
 from rivet.experts.cache import CachedReply, ReplyCache, cache_key
 from rivet.experts.config import BudgetConfig, CacheConfig, ExpertList, ExpertsFileError
 from rivet.experts.database import Database, DatabaseError
-from rivet.experts.ledger import Spent
+from rivet.experts.ledger import BudgetExceededError, Spent
 from rivet.experts.pool import ExpertPool, ExpertsUnavailableError
 
 PRICES = {"usd_per_million_prompt_tokens": 1.0, "usd_per_million_completion_tokens": 10.0}
@@ -137,12 +137,20 @@ async def test_endpoints_are_asked_before_the_first_reply_that_is_not_recorded(s
 
 async def test_what_is_recorded_counts_against_no_budget(server, experts, tmp_path):
     budget = BudgetConfig(max_calls=1)
-    for _ in range(2):
+    for is_repeated in (False, True):
         async with ExpertPool(experts(budget=budget)) as pool:
             pool.keep_ledger(tmp_path)
+            if is_repeated:
+                await pool.preflight()
             for _ in range(3):
                 assert (await pool.ask("algebra", "?", sample_key="k")).status == "ok"
             assert pool.spent() == {"algebra": Spent(1, 1, 11, 7, 0.0, 0)}
+    async with ExpertPool(experts(budget=budget)) as pool:
+        pool.keep_ledger(tmp_path)
+        await pool.preflight()
+        with pytest.raises(BudgetExceededError):
+            await pool.ask("algebra", "?", sample_key="another")
+    assert len(server.requests) == 1
 
 
 def test_the_first_reply_stays_and_the_second_asker_gets_it(tmp_path):

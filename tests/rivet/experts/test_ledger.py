@@ -43,9 +43,9 @@ def test_what_is_booked_adds_up_by_expert_and_over_all(tmp_path):
 def test_a_limit_ends_the_calls_and_says_which(tmp_path, limit, calls):
     ledger = Ledger(tmp_path, BudgetConfig(**limit), source="runs/experts.yaml")
     for _ in range(calls):
-        ledger.check()
+        ledger.check(is_retry=False)
         ledger.begin_call("calc")
-        ledger.check()  # a retry of the last call that fits is still allowed
+        ledger.check(is_retry=True)  # of the last call that fits
         ledger.add("calc", ONE)
     (name,) = limit
     with pytest.raises(BudgetExceededError, match=rf"{name} is .*so far {calls} calls.*") as caught:
@@ -143,6 +143,26 @@ async def test_the_pool_books_every_attempt_and_stops_at_the_budget(server, conf
         with pytest.raises(BudgetExceededError):
             await pool.preflight()
     assert len(server.requests) == 4, "nobody is asked beyond it"
+
+
+async def test_no_run_starts_where_every_call_is_spent(server, config, tmp_path):
+    experts = ExpertList([config()], budget=BudgetConfig(max_calls=1))
+    for _ in range(2):
+        async with ExpertPool(experts) as pool:
+            pool.keep_ledger(tmp_path)
+            if pool.spent():
+                with pytest.raises(BudgetExceededError, match="max_calls is 1"):
+                    await pool.preflight()
+            else:
+                await pool.ask("algebra", "?")
+    assert len(server.requests) == 1
+
+
+async def test_a_retry_of_the_last_call_is_made(server, config):
+    experts = ExpertList([config(max_retries=1)], budget=BudgetConfig(max_calls=1))
+    server.behaviours = [http(completion(None)), http(completion())]
+    async with ExpertPool(experts, backoff_s=0.001) as pool:
+        assert (await pool.ask("algebra", "?")).status == "ok"
 
 
 async def test_a_retry_does_not_go_beyond_the_budget(server, config):
