@@ -149,7 +149,7 @@ def token_lengths(ids: Sequence[int], tokenizer: ProtocolTokenizer) -> list[int]
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = len(ids) - 1
-    pieces = [decoder.decode(tokenizer.token_bytes[i], final=n == last) for n, i in enumerate(ids)]
+    pieces = [decoder.decode(tokenizer.bytes_of([i]), final=n == last) for n, i in enumerate(ids)]
     return [
         len(piece) if piece.isascii() else len(piece.encode("utf-16-le")) // 2 for piece in pieces
     ]

@@ -137,6 +137,7 @@ class LatentSource:
             seeds=None if is_greedy else seeds,
             max_new_tokens=self._sampling.max_completion_length,
             eos_ids=self._prompts.tokenizer.eos_ids,
+            vocab_size=len(self._prompts.tokenizer.token_bytes),
             temperature=1.0 if is_greedy else self._sampling.temperature,
         )
         trajectories = [
