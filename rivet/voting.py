@@ -49,8 +49,13 @@ async def parties(answers: Sequence[str | None], grader: Grader) -> list[Party]:
 async def _same(first: str, second: str, grader: Grader) -> bool:
     if "".join(first.split()) == "".join(second.split()):
         return True
+    return await _accepts(first, second, grader) or await _accepts(second, first, grader)
+
+
+async def _accepts(gold: str, answer: str, grader: Grader) -> bool:
+    """One way only: 0.333333 is right where 1/3 is asked for, and not the other way round."""
     try:
-        grade = await grader.grade(f"\\boxed{{{second}}}", first)
+        grade = await grader.grade(f"\\boxed{{{answer}}}", gold)
     except BadRequest:
         return False
     return grade.outcome == "right"

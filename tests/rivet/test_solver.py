@@ -181,6 +181,9 @@ async def test_equal_answers_are_one_party_and_the_first_wins_a_tie() -> None:
         assert found[0] == Party("1/2", (1, 3, 4))
         assert [party.answer for party in await parties(["7", "8"], grader)] == ["7", "8"]
         assert await parties([None, None], grader) == []
+        # A decimal may stand for its fraction, whichever sample came first.
+        for answers in (["1/3", "0.333333"], ["0.333333", "1/3"]):
+            assert await parties(answers, grader) == [Party(answers[0], (0, 1))]
 
 
 def test_a_completion_can_be_bounded_below_the_limit(solver: Solver) -> None:
