@@ -114,7 +114,11 @@ class LocalModel:
     def _sampling(self, question: ChatQuestion) -> SamplingParams:
         """As asked for; else as the model's own settings say."""
         defaults = self._defaults
-        usual = (defaults.temperature or 1.0) if defaults.do_sample else 1.0
+        usual = 0.0 if defaults.do_sample is False else defaults.temperature
         temperature = usual if question.temperature is None else question.temperature
-        top_p = (defaults.top_p or 1.0) if question.top_p is None else question.top_p
-        return SamplingParams(temperature, top_p)
+        top_p = defaults.top_p if question.top_p is None else question.top_p
+        return SamplingParams(
+            1.0 if temperature is None else temperature,
+            1.0 if top_p is None else top_p,
+            defaults.top_k or 0,
+        )

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rivet.chat_api import RequestError
 from rivet.experts.local_model import LocalModel
 from rivet.experts.server import ChatQuestion, ServerError, build_app
+from rivet.rollout.backend import SamplingParams
 
 QUESTIONS = [f"What is {n} + {n * n}?" for n in range(6)]
 
@@ -75,6 +76,25 @@ async def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(model):
     assert [r.text for r in together] == [r.text for r in apart]
     assert together[0].text == together[3].text
     assert len({r.text for r in together}) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        ({}, SamplingParams(1.0)),
+        ({"do_sample": False}, SamplingParams(0.0)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            SamplingParams(0.6, 0.9, 20),
+        ),
+        ({"do_sample": True, "temperature": 0.0}, SamplingParams(0.0)),
+    ],
+)
+async def test_what_nobody_asked_for_is_as_the_models_settings_say(model, settings, sampling):
+    model._defaults.update(**settings)
+    assert model._sampling(question("?", temperature=None, top_p=None)) == sampling
+    asked = model._sampling(question("?", temperature=0.5, top_p=0.7))
+    assert asked == SamplingParams(0.5, 0.7, sampling.top_k)
 
 
 async def test_a_request_cannot_end_its_turn(model, tag_tokenizer):
