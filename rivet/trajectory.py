@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Author = Literal["controller", "expert", "environment"]
@@ -139,10 +139,6 @@ class Trajectory:
     step: int = 0
     sample_index: int = 0
     info: dict[str, Any] = field(default_factory=dict)
-
-    def with_outcome(self, outcome: str, reward: float | None) -> Trajectory:
-        """A copy with the grader's verdict and the reward."""
-        return replace(self, outcome=outcome, reward=reward)
 
     @property
     def completion_ids(self) -> list[int]:

@@ -22,14 +22,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from rivet.config import ConfigError
 from rivet.experts.fields import fields_of, nearest, section_faults, setting, value_fault
 
-CacheMode = Literal["off", "record", "replay"]
 CACHE_MODES = ("off", "record", "replay")
 
 

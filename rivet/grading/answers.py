@@ -5,12 +5,9 @@ form.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rivet.grading.tree import Node
 from rivet.grading.units import Unit
-
-Bracket = Literal["(", "[", "<"]
 
 
 @dataclass(frozen=True, slots=True)

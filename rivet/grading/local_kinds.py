@@ -15,7 +15,6 @@ from rivet.grading.verdict import BadRequest, Outcome
 Verdict = tuple[Outcome, str]
 # Possessive: blanks that were taken once are not shared out anew when the rest does not fit.
 _INTEGER = re.compile(r"\s*+\$?+\s*+([+-]?+)\s*+(\d{1,400}+)\s*+\$?+\s*+")
-_GROUPED = re.compile(r"\s*([+-]?)(\d{1,3}(?:,\d{3}){1,8})\s*")
 _NUMERAL = re.compile(r"[+-]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})")
 
 

@@ -67,9 +67,10 @@ def scripted_grades(
     self: LatentSource, problems: Sequence[Problem], trajectories: Sequence[Trajectory]
 ) -> list[Trajectory]:
     """Instead of `LatentSource._graded`: half of all first tokens are right."""
+    verdicts = [VERDICTS[t.completion_ids[0] % 2] for t in trajectories]
     return [
-        replace(t, answer="said").with_outcome(*VERDICTS[t.completion_ids[0] % 2])
-        for t in trajectories
+        replace(t, answer="said", outcome=outcome, reward=reward)
+        for t, (outcome, reward) in zip(trajectories, verdicts, strict=True)
     ]
 
 

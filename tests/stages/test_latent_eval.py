@@ -79,7 +79,8 @@ def verdicts() -> Any:
     """Both samplers' rows get the verdicts of the latent world."""
 
     async def scripted(grader: Grader, problem: Problem, trajectory: Trajectory) -> Trajectory:
-        return trajectory.with_outcome(*VERDICTS[trajectory.completion_ids[0] % 2])
+        outcome, reward = VERDICTS[trajectory.completion_ids[0] % 2]
+        return replace(trajectory, outcome=outcome, reward=reward)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatentSource, "_graded", scripted_grades)
