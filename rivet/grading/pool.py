@@ -180,8 +180,8 @@ class WorkerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
             if worker is None:
-                # Below the wall time, so that what a request costs is told from a busy machine.
-                return Worker(memory_mb=self.memory_mb, cpu_s=max(1, int(self.timeout_s) // 2))
+                # Far below the wall time: a busy machine must not hide what a request costs.
+                return Worker(memory_mb=self.memory_mb, cpu_s=max(1, int(self.timeout_s) // 4))
             if worker.is_alive:
                 return worker
             worker.kill()
