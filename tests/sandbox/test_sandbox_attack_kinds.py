@@ -8,6 +8,8 @@ cannot look like it.
 
 from __future__ import annotations
 
+import os
+
 import attack_suite
 import pytest
 from conftest import MODES, SHORT
@@ -128,7 +130,8 @@ FORGERY = [
 ]  # fmt: skip
 _LOOK = "import fcntl, os, signal, threading\nprint(fcntl.fcntl(0, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND), os.getpriority(0, 0), " \
     "signal.pthread_sigmask(0, []), signal.getitimer(0), os.getcwd(), os.listdir('.') and sorted(n for n in os.listdir('.') if 'mine' in n), threading.active_count())"  # fmt: skip
-_FRESH = {"code": _LOOK, "has": ["0 0 set() (0.0, 0.0)"], "no": ["mine"]}
+# A fresh child is as nice as whoever runs the tests.
+_FRESH = {"code": _LOOK, "has": [f"0 {os.nice(0)} set() (0.0, 0.0)"], "no": ["mine"]}
 LINGERING = [
     ("flags_of_the_input", "import fcntl, os\nfcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)", {"next": _FRESH}),
     ("locks_on_files_of_the_host", TRY + "import fcntl, struct\nfor p in ('/dev/null', os.__file__):\n    d = os.open(p, os.O_RDONLY)\n"
