@@ -217,7 +217,7 @@ def plan(
 def info_of(problem: Problem) -> dict[str, Any]:
     """What a row keeps of its problem: the gold and the small labels in its meta."""
     labels = {k: v for k, v in problem.meta.items() if isinstance(v, (str, int, float, bool))}
-    return {"source": problem.source, "kind": problem.kind, "gold": problem.answer} | labels
+    return labels | {"source": problem.source, "kind": problem.kind, "gold": problem.answer}
 
 
 def _resume(store: TrajectoryStore, jobs: Mapping[str, Job]) -> dict[str, Trajectory]:

@@ -156,10 +156,7 @@ def token_lengths(ids: Sequence[int], tokenizer: ProtocolTokenizer) -> list[int]
 
 
 def _facts(t: Trajectory) -> Mapping[str, Any]:
-    info = dict(t.info)
-    for shown in _SHOWN_ELSEWHERE:
-        info.pop(shown, None)
-    return {
+    facts = {
         "gold": t.info.get("gold"),
         "answer": t.info.get("extracted", t.answer),
         "verdict": t.outcome,
@@ -174,5 +171,10 @@ def _facts(t: Trajectory) -> Mapping[str, Any]:
         "programs": [f"{r.author}: {r.status}" for r in t.code_runs],
         "step": t.step or None,
         "seed": t.seed,
-        **{name: json.dumps(v) if isinstance(v, (dict, list)) else v for name, v in info.items()},
     }
+    labels = {
+        name: json.dumps(value) if isinstance(value, (dict, list)) else value
+        for name, value in t.info.items()
+        if name not in facts and name not in _SHOWN_ELSEWHERE
+    }
+    return facts | labels

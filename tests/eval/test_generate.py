@@ -68,6 +68,16 @@ async def test_every_row_is_sampled_graded_and_stored_once(problems, prompts, tm
     assert all(len(stored.read_shard(s)) <= 5 for s in stored.shards())
 
 
+async def test_a_label_of_the_problem_never_stands_for_its_gold_source_or_kind(
+    prompts, tmp_path
+) -> None:
+    meta = {"gold": "7", "source": "a book", "kind": "hard", "level": 3}
+    problem = Problem("p", "gcd of 18 and 12", "6", "toy", "exact", meta)
+    rows = await run(ScriptedEngine(prompts.tokenizer), [problem], prompts, tmp_path)
+    told = [{name: row.info[name] for name in meta} for row in rows]
+    assert told == 3 * [{"gold": "6", "source": "toy", "kind": "exact", "level": 3}]
+
+
 async def test_a_finished_store_is_not_sampled_again(problems, prompts, tmp_path) -> None:
     first = await run(ScriptedEngine(prompts.tokenizer), problems, prompts, tmp_path)
     again = ScriptedEngine(prompts.tokenizer)

@@ -240,6 +240,15 @@ def test_facts_survive_json_whatever_they_are(rows_of, tag_tokenizer) -> None:
     assert facts["seed"] == str(2**63 - 1) and facts["score"] == "nan" and facts["gold"] == "?"
 
 
+def test_a_label_never_stands_for_a_fact_of_the_trajectory(rows_of, tag_tokenizer) -> None:
+    (row,) = rows_of(1, "x")
+    labels = {"seed": 1, "step": 9, "answer": "7", "verdict": "wrong", "level": 3}
+    row = replace(row, seed=5, step=2, info=row.info | labels)
+    page = Page(pack_blocks([Shelf("run", [row], tag_tokenizer, 1)]))
+    facts = dict(unpack_block(page.scripts[1][1])[0]["facts"])
+    assert [facts[name] for name in labels] == ["5", "2", "x", "right", "3"]
+
+
 def test_more_trajectories_than_the_limit_are_thinned_out_evenly_and_the_page_says_so(
     rows_of, tag_tokenizer, tmp_path
 ) -> None:
