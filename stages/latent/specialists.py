@@ -229,15 +229,18 @@ def completion_loss(model: PreTrainedModel, rows: Sequence[Row], **inputs: Tenso
         rows: Prompt and completion.
         **inputs: Further inputs of the model, such as `expert_states`.
     """
-    ids, mask = pad_right([[*prompt, *completion] for prompt, completion in rows], 0)
-    starts = torch.tensor([len(prompt) for prompt, _ in rows])
-    is_completion = mask.bool() & (torch.arange(ids.size(1)) >= starts[:, None])
-    first = int(starts.min())
+    device = next(model.parameters()).device
+    padded = pad_right([[*prompt, *completion] for prompt, completion in rows], 0)
+    ids, mask = (x.to(device) for x in padded)
+    lengths = [len(prompt) for prompt, _ in rows]
+    first, starts = min(lengths), torch.tensor(lengths, device=device)
+    places = torch.arange(ids.size(1), device=device)
+    is_completion = mask.bool() & (places >= starts[:, None])
     # Only what predicts a completion token goes through the head.
     logits = model(
         input_ids=ids,
         attention_mask=mask,
-        logits_to_keep=torch.arange(first - 1, ids.size(1) - 1),
+        logits_to_keep=places[first - 1 : -1],
         **inputs,
     ).logits
     labels = ids.masked_fill(~is_completion, -100)[:, first:]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from stages.latent.config import LatentConfig
 from stages.latent.evaluate import ENTROPIES, correlations
 from stages.latent.listener import Listener
 from stages.latent.source import LatentSource, Sampling
-from stages.latent.specialists import SPECIALISTS, word_tokenizer
+from stages.latent.specialists import SPECIALISTS, completion_loss, word_tokenizer
 from stages.latent.study import LatentStudyConfig, gates, mean_rows, run, summary, table
+from tests.rivet.latent.conftest import tiny_llama
 
 PROBLEMS = [
     Problem(f"{family}/{n}", f"{family} {n}?", str(n), meta={"family": family})
@@ -355,6 +357,24 @@ def test_specialists_tokenize_the_same_text_differently() -> None:
     assert cut[0] != cut[1]
     assert "125" in cut[1] and "125" not in cut[0]
     assert all("<unk>" not in words for words in cut)
+
+
+def test_the_loss_of_completions_is_computed_where_the_model_lies() -> None:
+    class Elsewhere(torch.nn.Linear):
+        def forward(self, **inputs: torch.Tensor) -> Any:
+            assert {x.device.type for x in inputs.values()} == {"meta"}
+            kept = inputs["logits_to_keep"].numel()
+            features = torch.empty(len(inputs["input_ids"]), kept, 1, device="meta")
+            return SimpleNamespace(logits=super().forward(features))
+
+    rows = [([5, 6], [7]), ([8], [9, 10])]
+    away: Any = Elsewhere(1, 64, device="meta")
+    assert completion_loss(away, rows).device.type == "meta"
+    model = tiny_llama(64)
+    logps = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in ([5, 6], [8, 9])]
+    # Token 7 behind 5 and 6; 9 behind 8, and 10 behind both.
+    expected = -(logps[0][1, 7] + logps[1][0, 9] + logps[1][1, 10]) / 3
+    torch.testing.assert_close(completion_loss(model, rows), expected)
 
 
 def test_the_metrics_of_attention_are_documented() -> None:
