@@ -156,8 +156,11 @@ class SlotDecoder:
         self._config._attn_implementation = ATTENTION
         head = self._model.get_output_embeddings()
         hook = head.register_forward_pre_hook(_as_one_block) if head is not None else None
+        # Not through autocast, in which `Accelerator.prepare` wraps a model's forward: the cache
+        # and the fast step keep the weights' own type.
+        forward = getattr(self._model, "_original_forward", self._model.forward)
         try:
-            output = self._model(
+            output = forward(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=position_ids,

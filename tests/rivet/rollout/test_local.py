@@ -334,6 +334,23 @@ async def test_an_exception_reaches_every_caller_and_the_backend_lives_on(
         assert (await sample(backend, [1, 2, 3])).ids
 
 
+async def test_a_watcher_that_fails_costs_its_own_call_only(qwen3, tag_tokenizer) -> None:
+    def fail(token: int) -> None:
+        raise ValueError("the watcher is broken")
+
+    async with LocalBackend(qwen3, tag_tokenizer, max_batch=2) as backend:
+        watched, other = await asyncio.wait_for(
+            asyncio.gather(
+                sample(backend, [1, 2], on_token=fail),
+                sample(backend, [3, 4], on_token=lambda token: None),
+                return_exceptions=True,
+            ),
+            timeout=60,
+        )
+    assert isinstance(watched, ValueError) and str(watched) == "the watcher is broken"
+    assert isinstance(other, Generation)
+
+
 async def test_closing_fails_what_is_under_way(qwen3, tag_tokenizer) -> None:
     backend = LocalBackend(qwen3, tag_tokenizer, max_batch=1)
     banned = tuple(tag_tokenizer.eos_ids)
@@ -514,6 +531,27 @@ async def test_a_peft_model_samples_with_its_adapter(tag_tokenizer, build_model)
     assert_logprobs(model, prompt, got)
     with model.disable_adapter(), pytest.raises(AssertionError):
         assert_logprobs(model, prompt, got)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # the fast step, and the model's forward
+async def test_a_model_prepared_for_bf16_training_samples_in_its_own_type(
+    tag_tokenizer, build_model, kind
+) -> None:
+    """A trainer on a GPU trains in autocast; the local backend samples from the same object."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model = build_model(tag_tokenizer, kind)
+    (prompt,) = random_prompts([12])
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        before = await sample(backend, prompt)
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's precision stays
+    try:
+        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    async with LocalBackend(prepared, tag_tokenizer) as backend:
+        assert await sample(backend, prompt) == before
 
 
 async def test_a_sliding_window_bounds_the_context(tag_tokenizer, build_model) -> None:
