@@ -294,10 +294,19 @@ def _resolve(results: list[tuple[Call, Any]]) -> None:
     for call, result in results:
         if call.future.done():
             continue
-        if isinstance(result, int) and call.on_token is not None:
-            call.on_token(result)
-            continue
-        if isinstance(result, BaseException):
+        if isinstance(result, int):
+            _show(call, result)
+        elif isinstance(result, BaseException):
             call.future.set_exception(result)
         else:
             call.future.set_result(result)
+
+
+def _show(call: Call, token: int) -> None:
+    """Hand a token to who watches; what that raises ends this call, and no other."""
+    assert call.on_token is not None
+    try:
+        call.on_token(token)
+    except Exception as error:  # the boundary around a caller's function
+        call.is_cancelled = True
+        call.future.set_exception(error)
