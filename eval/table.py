@@ -48,9 +48,7 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
     most = max((row.get("samples_per_problem") or 1 for row in rows), default=1)
     if most > 1:
         columns.append((f"pass@{most} %", True, lambda r: percent(_pass_at(r, most))))
-        columns.append(
-            (f"maj@{most} %", True, lambda r: percent((r.get("maj_at_k") or {}).get("value")))
-        )
+        columns.append((f"maj@{most} %", True, lambda r: percent(_maj_at(r, most))))
     columns += [
         ("fabricated %", True, lambda r: percent(r.get("fabricated_output_rate"))),
         ("tokens / problem", True, _tokens),
@@ -110,6 +108,11 @@ def _markdown_line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _pass_at(row: Mapping[str, Any], k: int) -> float | None:
     return ((row.get("pass_at_k") or {}).get(str(k)) or {}).get("value")
+
+
+def _maj_at(row: Mapping[str, Any], k: int) -> float | None:
+    found = row.get("maj_at_k") or {}
+    return found.get("value") if found.get("k") == k else None
 
 
 def _tokens(row: Mapping[str, Any]) -> str:

@@ -123,6 +123,21 @@ def test_accuracy_pass_and_majority_of_worked_numbers(row) -> None:
     assert (summary["maj_at_k"]["k"], summary["maj_at_k"]["value"]) == (4, 0.5)
 
 
+def test_a_column_of_pass_and_majority_has_only_rows_of_its_k(row) -> None:
+    rows = [
+        {"checkpoint": str(k), "condition": "experts"}
+        | summarise([row("a", i, "right") for i in range(k)])
+        for k in (4, 8)
+    ]
+    head, four, eight = (
+        re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t", line)
+        for line in results_table(rows).split("</tr>")[:3]
+    )
+    shown = [(a, b) for name, a, b in zip(head, four, eight, strict=True) if "@" in name]
+    assert [name for name in head if "@" in name] == ["pass@8 %", "maj@8 %"]
+    assert shown == [("-", "100.0"), ("-", "100.0")]
+
+
 def test_routes_count_the_first_expert_and_silence_is_no_right_route(row) -> None:
     competent = {"gcd": "numth", "sum": "calc"}
     rows = [
