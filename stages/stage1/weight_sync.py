@@ -211,6 +211,8 @@ class FullSender:
             ]
         for link in self._links:
             link.sync_weights()
+        # TRL's transfer holds the main process alone: the others would sample with old weights.
+        trainer.accelerator.wait_for_everyone()
 
 
 def backend_of(source: EngineSource) -> VLLMBackend:

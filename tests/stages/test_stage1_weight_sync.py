@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from rivet.tokenization import ProtocolTokenizer
 from stages.stage1.config import Stage1Config
 from stages.stage1.sampling import EngineSource, engine_source
 from stages.stage1.trainer import Stage1Trainer
-from stages.stage1.weight_sync import AdapterSender, WeightSync, WeightSyncError, score
+from stages.stage1.weight_sync import (
+    AdapterSender,
+    FullSender,
+    WeightSync,
+    WeightSyncError,
+    score,
+)
 
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_alpha": 8}
 CANARY = [[2, 5, 9, 30, 31, 7], [2, 8, 8]]
@@ -142,6 +149,34 @@ def test_a_server_without_adapters_is_named_before_anything_is_sampled(tmp_path:
     with serving(Plain()) as source:
         with pytest.raises(RequestRefusedError, match="404: Not Found.*--enable-lora"):
             trained(tmp_path, source)
+
+
+def full_trainer(happened: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `FullSender` needs of a trainer; TRL's transfer is replaced by a note in a list."""
+
+    class Link:
+        def __init__(self, *, server_base_url: str, group_port: int, **settings: Any) -> None:
+            self._note = f"weights to {server_base_url} by {group_port}"
+
+        def sync_weights(self) -> None:
+            happened.append(self._note)
+
+    monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", Link)
+    accelerator = SimpleNamespace(wait_for_everyone=lambda: happened.append("barrier"))
+    return SimpleNamespace(model=None, processing_class=None, accelerator=accelerator)
+
+
+def test_no_process_goes_on_before_every_server_has_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    trainer = full_trainer(happened, monkeypatch)
+    FullSender(["http://a:1/v1", "http://b:1"]).send(trainer, 1)
+    assert happened == [
+        "weights to http://a:1 by 51216",
+        "weights to http://b:1 by 51217",
+        "barrier",
+    ]
 
 
 def test_scores_are_log_probabilities_and_leave_the_model_as_it_was() -> None:
