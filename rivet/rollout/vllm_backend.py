@@ -54,7 +54,11 @@ class VLLMBackend:
         # Everyone waits for the same servers: our own engine bounds what is in flight.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(request_timeout_s, connect=10.0, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # An idle connection is let go before the server does it, after 5 s: a request that is
+            # sent meanwhile would be lost.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+            ),
             trust_env=False,
             # Reading the certificates takes longer than opening everything else.
             verify=any(url.startswith("https") for url in urls),

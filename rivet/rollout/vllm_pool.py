@@ -126,14 +126,12 @@ class ServerPool:
                 return await self._until_lost(member, work(member.server))
             except AdapterMissingError as error:
                 member.adapter, reason = None, error
-            except ServerLostError as error:
-                reason = error
-                await self._mark(member, is_up=False, why=str(error))
-            except RequestFailedError as error:
-                # One bad request must not take the server from all others.
+            except (ServerLostError, RequestFailedError) as error:
+                # One bad request, or one broken connection, must not take the server from all
+                # others, whose requests are in flight on it.
                 reason = error
                 avoid.add(member)
-                if not await member.server.is_healthy():
+                if member.is_up and not await member.server.is_healthy():
                     await self._mark(member, is_up=False, why=str(error))
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
             finally:

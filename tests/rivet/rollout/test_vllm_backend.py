@@ -262,6 +262,23 @@ async def test_one_failed_request_takes_the_server_from_no_other(
     assert sorted(prompts) == [0, *range(8)]
 
 
+async def test_one_broken_connection_loses_no_other_request_of_the_server(
+    tag_tokenizer: ProtocolTokenizer,
+) -> None:
+    async with FakeVLLM() as server, VLLMBackend([server.url], tag_tokenizer, **QUICK) as backend:
+        server.delay_s = 0.2
+
+        def answer(body: dict[str, Any]) -> tuple[int, Any]:
+            if body["prompt"] == [5, 0] and server.bodies.count(body) == 1:
+                raise ConnectionError("closed without a reply")
+            return 200, completion([98, 99])
+
+        server.answer = answer
+        await asyncio.gather(*(generate(backend, (5, n), max_new_tokens=2) for n in range(8)))
+        assert backend.pool.failovers == 1
+    assert sorted(body["prompt"][1] for body in server.bodies) == [0, *range(8)]
+
+
 async def test_a_request_that_fails_everywhere_is_a_fault(tag_tokenizer: ProtocolTokenizer) -> None:
     async with FakeVLLM() as server, VLLMBackend([server.url], tag_tokenizer, **QUICK) as backend:
         server.answer = lambda body: (500, {"error": {"message": "broken"}})
