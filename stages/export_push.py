@@ -1,7 +1,8 @@
 """Upload of an export to the Hub: what would go, then all of it in one commit, or nothing.
 
 Files that an interrupted push has already stored are not sent again; the commit is the last step,
-so that nobody ever sees half a model. HF_ENDPOINT names another Hub.
+so that nobody ever sees half a model. It also removes what an earlier push left and this one has
+not: loaders prefer an old `model.safetensors` to new shards. HF_ENDPOINT names another Hub.
 """
 
 from __future__ import annotations
@@ -10,19 +11,34 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
 from rivet.files import is_leftover
+from stages.model_card import PLACEHOLDER
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ATTEMPTS = 5
 _WORTH_RETRYING = (408, 429, 500, 502, 503, 504)
+# What some export has and another has not; a folder's loader takes what it finds.
+_SUPERSEDED = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+)
 
 
 class PushError(RuntimeError):
@@ -80,7 +96,7 @@ def push(
     Raises:
         PushError: No token, no right to write, or the Hub did not answer.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import CommitOperationDelete, HfApi, get_token
 
     check_repo_id(repo_id)
     if not get_token():
@@ -88,23 +104,47 @@ def push(
             "no Hub token: set HF_TOKEN to a token that may write, or run `hf auth login`"
         )
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-    files = files_to_push(folder)
+    additions = [_addition(folder, name, repo_id) for name, _ in files_to_push(folder)]
+    names = {addition.path_in_repo for addition in additions}
     retry = _Retry(folder, repo_id, wait_s)
-    logger.info("uploading %d files to %s", len(files), repo_id)
-    retry(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
-    retry(
-        lambda: api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            allow_patterns=[name for name, _ in files],
+
+    def commit() -> None:
+        # Listed anew by each attempt: one whose answer was lost has removed them already.
+        superseded = superseded_files(api.list_repo_files(repo_id), names)
+        if superseded:
+            logger.info("removing from %s: %s", repo_id, ", ".join(superseded))
+        # Not upload_folder, which commits in batches.
+        api.create_commit(
+            repo_id,
+            [*(CommitOperationDelete(name) for name in superseded), *additions],
             commit_message=f"Upload {folder.name}",
         )
-    )
-    there = set(retry(lambda: api.list_repo_files(repo_id)))
-    missing = [name for name, _ in files if name not in there]
+
+    logger.info("uploading %d files to %s", len(names), repo_id)
+    retry(lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+    retry(commit)
+    missing = sorted(names - set(retry(lambda: api.list_repo_files(repo_id))))
     if missing:
         raise PushError(f"{repo_id}: {missing[0]} is not there after the upload; push again")
     return f"{api.endpoint}/{repo_id}"
+
+
+def superseded_files(there: Iterable[str], coming: set[str]) -> list[str]:
+    """Files of an earlier export in a repository that the coming one does not hold."""
+    old = [name for name in there if name not in coming]
+    return [name for name in old if "/" not in name and any(fnmatch(name, p) for p in _SUPERSEDED)]
+
+
+def _addition(folder: Path, name: str, repo_id: str) -> CommitOperationAdd:
+    """A file as it goes up: the card with the name that its commands can use from now on."""
+    from huggingface_hub import CommitOperationAdd
+
+    path = folder / name
+    if name != "README.md":
+        return CommitOperationAdd(name, path)
+    return CommitOperationAdd(
+        name, path.read_bytes().replace(PLACEHOLDER.encode(), repo_id.encode())
+    )
 
 
 def check_repo_id(repo_id: str) -> None:

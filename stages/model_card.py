@@ -20,6 +20,7 @@ from stages.measurements import ResultRow
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
+PLACEHOLDER = "PATH_TO_THIS_FOLDER"  # a push puts the repository's name there
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -38,7 +39,7 @@ class ModelFacts:
     @property
     def place(self) -> str:
         """What a user passes where a model is wanted."""
-        return self.repo_id or "PATH_TO_THIS_FOLDER"
+        return self.repo_id or PLACEHOLDER
 
 
 @dataclass(frozen=True, slots=True)

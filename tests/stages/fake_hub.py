@@ -103,6 +103,8 @@ class FakeHub:
                 files[row["value"]["path"]] = base64.b64decode(row["value"]["content"])
             elif row["key"] == "lfsFile":
                 files[row["value"]["path"]] = self.objects[row["value"]["oid"]]
+            elif row["key"] == "deletedFile":
+                del files[row["value"]["path"]]
         self.files, self.commits = files, self.commits + 1
 
 

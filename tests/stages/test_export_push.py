@@ -51,6 +51,39 @@ def test_everything_goes_up_in_one_commit_and_nothing_hidden(hub: FakeHub, folde
     assert hub.repos == {"me/mine": True}
 
 
+def test_a_push_is_one_commit_where_the_hub_stores_chunks_too(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: True)
+    monkeypatch.setattr(
+        "huggingface_hub._upload_pipeline.pipelined_upload",
+        lambda *_, **__: pytest.fail("it commits in batches"),
+    )
+    push(folder, "me/mine")
+    assert hub.files == FILES and hub.commits == 1
+
+
+def test_a_later_push_leaves_nothing_of_an_earlier_export_that_a_loader_would_take(
+    hub: FakeHub, folder: Path
+) -> None:
+    push(folder, "me/mine")
+    kept = {"figures/curve.png": b"png", ".gitattributes": b"", "x/old.safetensors": b"not ours"}
+    old = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json", "LICENSE")
+    hub.files |= {**kept, **dict.fromkeys(old, b"old")}
+    (folder / "config.json").write_bytes(b'{"new": 1}')
+    push(folder, "me/mine")
+    assert hub.files == {**FILES, **kept, "config.json": b'{"new": 1}'} and hub.commits == 2
+
+
+def test_a_pushed_card_names_the_repository_in_its_commands(hub: FakeHub, folder: Path) -> None:
+    card = "# m\nrivet solve PATH_TO_THIS_FOLDER 'one'\nrivet serve PATH_TO_THIS_FOLDER\n"
+    (folder / "README.md").write_text(card)
+    push(folder, "me/mine")
+    pushed = hub.files["README.md"].decode()
+    assert pushed == "# m\nrivet solve me/mine 'one'\nrivet serve me/mine\n"
+    assert (folder / "README.md").read_text() == card
+
+
 def test_a_push_survives_failures_that_pass(hub: FakeHub, folder: Path) -> None:
     failures = iter([503, -1, 0, 0, 0, 500, 0, 0, -1, 429])
     hub.fail = lambda request: next(failures, 0)
