@@ -259,6 +259,11 @@ class LatentConfig(Stage1Config):
             raise ValueError(
                 f"backend is {self.backend!r}; expected local: other engines take no context tokens"
             )
+        if self.gradient_checkpointing and self.share_prompts:
+            raise ValueError(
+                "gradient_checkpointing and share_prompts are true; expected one of them: what is "
+                "recomputed leaves no cache that samples could share"
+            )
         if not self.train_policy and (self.use_peft or self.arm == "single"):
             raise ValueError("train_policy is false; expected true with LoRA or the arm single")
 

@@ -129,17 +129,23 @@ class LatentSource:
         seeds = [
             rollout_seed(self._sampling.seed, a.step, a.problem.id, a.sample_index) for a in asked
         ]
-        samples = sample(
-            self._policy,
-            prompts,
-            states,
-            rows=[place[row] for row in rows],
-            seeds=None if is_greedy else seeds,
-            max_new_tokens=self._sampling.max_completion_length,
-            eos_ids=self._prompts.tokenizer.eos_ids,
-            vocab_size=len(self._prompts.tokenizer.token_bytes),
-            temperature=1.0 if is_greedy else self._sampling.temperature,
-        )
+        # Training mode would drop activations, and recomputing them leaves no cache.
+        was_training = self._policy.training
+        self._policy.eval()
+        try:
+            samples = sample(
+                self._policy,
+                prompts,
+                states,
+                rows=[place[row] for row in rows],
+                seeds=None if is_greedy else seeds,
+                max_new_tokens=self._sampling.max_completion_length,
+                eos_ids=self._prompts.tokenizer.eos_ids,
+                vocab_size=len(self._prompts.tokenizer.token_bytes),
+                temperature=1.0 if is_greedy else self._sampling.temperature,
+            )
+        finally:
+            self._policy.train(was_training)
         trajectories = [
             self._trajectory(a, prompts[place[row]], s, seed)
             for a, row, s, seed in zip(asked, rows, samples, seeds, strict=True)

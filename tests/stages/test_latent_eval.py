@@ -161,6 +161,19 @@ def test_without_experts_every_one_of_them_is_masked(full: Arm, tmp_path: Path) 
     assert silent != completions(tmp_path / "eval" / "experts")
 
 
+def test_a_policy_in_training_samples_without_dropout_and_stays_in_training(
+    world: Path, tmp_path: Path
+) -> None:
+    arm = Arm(world, tmp_path / "run")
+    states, policy = arm.listener.states, arm.start.policy
+    before = arm.answers(states)
+    for layer in policy.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    policy.train()
+    assert arm.answers(states) == before
+    assert policy.training and policy.model.language_model.training
+
+
 def test_an_expert_that_was_masked_in_training_stays_masked(world: Path, tmp_path: Path) -> None:
     arm = Arm(world, tmp_path / "one", arm="one-expert", expert="gpt")
     run(eval_config(arm, tmp_path / "eval", conditions=["experts"]))

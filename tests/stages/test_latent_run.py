@@ -228,11 +228,14 @@ def test_lora_trains_beside_the_adapter_and_is_merged(world: Path, tmp_path: Pat
     )
 
 
-@pytest.mark.slow
-def test_whole_rows_train_to_what_shared_prompts_do(
-    world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize(
+    "is_recomputed", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True)]
+)
+def test_whole_rows_train_to_what_shared_prompts_do_also_where_they_are_recomputed(
+    is_recomputed: bool, world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    run_arm(latent_config(world, tmp_path / "whole", share_prompts=False))
+    changes = {"share_prompts": False, "gradient_checkpointing": is_recomputed}
+    run_arm(latent_config(world, tmp_path / "whole", **changes))
     shared, whole = (weights(f / "checkpoint") for f in (finished[0], tmp_path / "whole"))
     for name in shared:
         torch.testing.assert_close(shared[name], whole[name], rtol=1e-2, atol=1e-3)
@@ -281,6 +284,7 @@ def test_a_world_of_other_settings_is_not_reused(tmp_path: Path) -> None:
         ({"experts": []}, "expected both, or neither"),
         ({"experts": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "each once"),
         ({"arm": "single", "train_policy": False}, "train_policy is false"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing and share_prompts are true"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(
