@@ -13,6 +13,7 @@ import base64
 import codecs
 import gzip
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,17 +104,9 @@ def _index_row(run: int, t: Trajectory) -> list[Any]:
 
 
 def _text_row(t: Trajectory, tokenizer: ProtocolTokenizer) -> dict[str, Any]:
-    spans = []
-    for segment in t.segments:
-        mean = None
-        if segment.logprobs:
-            mean = round(sum(segment.logprobs) / len(segment), 3)
-        spans.append(
-            [segment.author, segment.kind, tokenizer.decode(segment.ids), len(segment), mean]
-        )
     return {
         "prompt": tokenizer.decode(t.prompt_ids),
-        "spans": spans,
+        "spans": [[s.author, s.kind, tokenizer.decode(s.ids)] for s in t.segments],
         # As text: JSON has no NaN, and a script would round a seed.
         "facts": [
             [name, "; ".join(value) if isinstance(value, list) else str(value)]
@@ -135,8 +128,9 @@ def _token_row(t: Trajectory, shelf: Shelf) -> list[Any]:
         weights |= {label: table.get(name, 0.0) for label, table in shelf.weights.items()}
         logprobs = None
         if segment.logprobs:
-            # Minus infinity is no JSON; nothing below this is told apart.
-            logprobs = [round(100 * max(value, -1000.0)) for value in segment.logprobs]
+            # JSON has neither infinity nor NaN: such a value is shown as the least likely one.
+            finite = (value if math.isfinite(value) else -1000.0 for value in segment.logprobs)
+            logprobs = [round(100 * value) for value in finite]
         row.append([token_lengths(segment.ids, shelf.tokenizer), logprobs, weights or None])
     return row
 

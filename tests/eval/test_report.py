@@ -180,9 +180,7 @@ def test_what_the_viewer_unpacks_is_what_was_sampled(rows_of, tag_tokenizer, tmp
         assert "".join(span[2] for span in text["spans"]) == tag_tokenizer.decode(
             row.completion_ids
         )
-        assert [(s[0], s[1], s[3]) for s in text["spans"]] == [
-            (s.author, s.kind, len(s)) for s in row.segments
-        ]
+        assert [tuple(s[:2]) for s in text["spans"]] == [(s.author, s.kind) for s in row.segments]
         assert text["prompt"] == tag_tokenizer.decode(row.prompt_ids)
         assert dict(text["facts"])["gold"] == HOSTILE
 
@@ -206,6 +204,20 @@ def test_every_token_has_its_text_its_logprob_and_its_weights(rows_of, tag_token
         )
         name = f"{segment.author}/{segment.kind}"
         assert weights == {"Stage I": own[n], "Stage II (stage2)": table.get(name, 0.0)}
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("inf"), float("nan")])
+def test_a_logprob_that_is_no_number_leaves_json_that_a_browser_reads(
+    rows_of, tag_tokenizer, logprob: float
+) -> None:
+    (row,) = rows_of(1, "x")
+    first = replace(row.segments[0], logprobs=(logprob, *row.segments[0].logprobs[1:]))
+    row = replace(row, segments=(first, *row.segments[1:]))
+    page = Page(pack_blocks([Shelf("run", [row], tag_tokenizer, 1)]))
+    blocks = {attrs["id"]: unpack_block(text) for attrs, text in page.scripts}
+    json.dumps(blocks, allow_nan=False)  # Python reads the Infinity and NaN that browsers refuse
+    ((_, logprobs, _), *_) = blocks["viewer-tokens-0"][0]
+    assert logprobs == [-100_000, *(round(100 * v) for v in first.logprobs[1:])]
 
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=12))
