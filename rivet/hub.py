@@ -10,13 +10,18 @@ from rivet.checkpoints import CheckpointError, find_checkpoint
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name is a Hub's `user/name` and no path that exists here."""
+    return _NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
 def local_checkpoint(name: str | Path) -> Path:
     """The checkpoint folder of a path or a Hub name; with the network cut, from the Hub's cache.
 
     Raises:
         CheckpointError: It is neither, or cannot be fetched.
     """
-    if Path(name).exists() or not _NAME.fullmatch(str(name)):
+    if not is_hub_name(str(name)):
         return find_checkpoint(name)
     import httpx
     from huggingface_hub import snapshot_download

@@ -6,12 +6,12 @@ into the card's `model-index`, which `huggingface_hub` parses as `EvalResult`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rivet.hub import is_hub_name
 from rivet.runs import RunDir, RunDirError
 from rivet.settings import ProtocolSettings
 from stages.export_licences import Licences
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
 PLACEHOLDER = "PATH_TO_THIS_FOLDER"  # a push puts the repository's name there
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,7 @@ def write_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
+    results = _by_benchmark(results)
     expected = [_eval_result(row) for row in results]
     data = ModelCardData(
         **licence_data(facts.licences),
@@ -116,6 +116,12 @@ def write_card(
     if [r.metric_value for r in parsed] != [r.metric_value for r in expected]:
         raise ValueError(f"{path}: the card's model-index does not read back as written")
     return path
+
+
+def _by_benchmark(results: Sequence[ResultRow]) -> list[ResultRow]:
+    """Results of one benchmark together, as a `model-index` holds them; else in their order."""
+    order = list(dict.fromkeys(_slug(row.benchmark) for row in results))
+    return sorted(results, key=lambda row: order.index(_slug(row.benchmark)))
 
 
 def _eval_result(row: ResultRow) -> EvalResult:
@@ -216,8 +222,8 @@ def licence_data(licences: Licences) -> dict[str, Any]:
     base = licences.base_model or ""
     return {
         "license": licences.weights,
-        "base_model": base if _HUB_NAME.fullmatch(base) else None,  # a path means nothing elsewhere
-        "datasets": [name for name, _ in licences.data if _HUB_NAME.fullmatch(name)] or None,
+        "base_model": base if is_hub_name(base) else None,  # a path means nothing elsewhere
+        "datasets": [name for name, _ in licences.data if is_hub_name(name)] or None,
     }
 
 

@@ -39,8 +39,9 @@ from rivet.tokenization import ProtocolTokenizer
 from stages import export, export_check, export_verify
 from stages.export import ExportConfig, ExportError
 from stages.export_files import with_protocol
-from stages.export_licences import LicenceError
+from stages.export_licences import LicenceError, Licences
 from stages.measurements import ResultsError, read_results
+from stages.model_card import licence_data
 
 SETTINGS = ProtocolSettings(
     prompt="bare",
@@ -401,6 +402,33 @@ def test_an_evaluation_of_several_sets_is_a_row_for_each_on_the_card(
     assert {(r.condition, r.checkpoint, r.well_formed) for r in rows} == {("local", "stage2", None)}
 
 
+def test_an_evaluation_of_several_sets_under_several_conditions_is_on_the_card(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    sets = {
+        "sums": {"value": 0.75, "ci": [0.5, 0.9], "n": 20},
+        "aime-2025": {"value": 0.25, "ci": [0.1, 0.5], "n": 30},
+    }
+    rows = [row | {"by": {"source": sets}} for row in ROWS[1:]]
+    atomic_write_json(tmp_path / "results.json", {"rows": rows})
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint),
+            output_dir=str(tmp_path / "out"),
+            results=[str(tmp_path / "results.json")],
+            benchmark="both",
+        )
+    )
+    measured = ModelCard.load(target / "README.md").data.eval_results
+    assert [(r.dataset_name, r.metric_args["condition"], r.metric_value) for r in measured] == [
+        ("sums", "local", 0.75),
+        ("sums", "experts", 0.75),
+        ("aime-2025", "local", 0.25),
+        ("aime-2025", "experts", 0.25),
+    ]
+
+
 @pytest.mark.parametrize(
     ("problems", "benchmark"),
     [
@@ -541,6 +569,18 @@ def test_licences_of_base_and_data_are_on_the_card(
     assert "base: qwen-research" in card_read.text
     assert "- data, our own problems: cc0-1.0" in card_read.text
     assert not (target / "LICENSE").exists()  # ours is not theirs
+
+
+@pytest.mark.parametrize("there", ["models/smollm2", "./smollm2", "../smollm2"])
+def test_only_a_name_on_the_hub_is_a_base_model_in_the_cards_metadata(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "models" / "smollm2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert licence_data(Licences("mit", there, "mit"))["base_model"] is None
+    assert licence_data(Licences("mit", "me/smollm2", "mit"))["base_model"] == "me/smollm2"
+    data = licence_data(Licences("mit", data=(("models/smollm2", "mit"), ("me/sums", "mit"))))
+    assert data["datasets"] == ["me/sums"]
 
 
 def test_a_licence_of_the_base_without_its_model_is_refused(
