@@ -9,6 +9,8 @@ without decoding windows or partial characters. Two kinds of text are encoded di
   `split_special_tokens` alone does not cover added tokens with `special=False` (Qwen's `<think>`).
 
 Byte-level BPE and SentencePiece-style vocabularies are supported; others raise `TokenizerError`.
+A space that a tokenizer puts before every text (Llama 2) is left out: what is encoded here goes
+between other tokens, where that space would be in the text.
 """
 
 from __future__ import annotations
@@ -50,15 +52,17 @@ class ProtocolTokenizer:
         from tokenizers import Tokenizer
 
         self.hf = tokenizer
-        self._trusted = Tokenizer.from_str(backend.to_str())
-        self._untrusted = Tokenizer.from_str(backend.to_str())
+        spec = json.loads(backend.to_str())
+        unprefixed = json.dumps(_without_prefix_space(spec))
+        self._trusted = Tokenizer.from_str(unprefixed)
+        self._untrusted = Tokenizer.from_str(unprefixed)
         for clone in (self._trusted, self._untrusted):
             clone.no_padding()
             clone.no_truncation()
         self._untrusted.encode_special_tokens = True
         added = tokenizer.added_tokens_decoder
         self.token_bytes: tuple[bytes, ...] = _vocabulary_bytes(
-            json.loads(backend.to_str()), {i: t.content for i, t in added.items()}
+            spec, {i: t.content for i, t in added.items()}
         )
         # Runs of white space are added tokens in some vocabularies: text, not control.
         self._control_ids = frozenset(i for i, t in added.items() if t.content.strip())
@@ -130,6 +134,28 @@ class ProtocolTokenizer:
     def unescape(self, text: str) -> str:
         """Inverse of `escape`."""
         return self._unescape.sub(_drop_backslash, text)
+
+
+def _without_prefix_space(spec: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer's JSON that adds nothing before a text."""
+    parts = {name: _part_without_prefix(spec.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return {**spec, **parts}
+
+
+def _part_without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or a pre-tokenizer that adds nothing; None if it did nothing else."""
+    match part:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**part, "prepend_scheme": "never"}
+        case {"type": "ByteLevel", "add_prefix_space": True}:
+            return {**part, "add_prefix_space": False}
+        case {"type": "Sequence", "normalizers": list(inner)}:
+            return {**part, "normalizers": [p for p in map(_part_without_prefix, inner) if p]}
+        case {"type": "Sequence", "pretokenizers": list(inner)}:
+            return {**part, "pretokenizers": [p for p in map(_part_without_prefix, inner) if p]}
+    return part
 
 
 def _add_backslash(match: re.Match[str]) -> str:
