@@ -134,11 +134,10 @@ def mean_of_groups(
         return Estimate(0.0, 0.0, 1.0, 0, 0)
     mean = min(1.0, max(0.0, sum(means) / len(means)))
     variance = sum(variances) / len(means) ** 2
-    freedom = sum(v * v / d for v, d in zip(variances, degrees, strict=True))
-    z = student_t_quantile(
-        0.5 + confidence / 2,
-        int(sum(variances) ** 2 / freedom) if freedom > 0 else max(1, n - len(means)),
-    )
+    squares = sum(v * v / d for v, d in zip(variances, degrees, strict=True))
+    freedom = sum(variances) ** 2 / squares if squares > 0 else n - len(means)
+    # A whole number of degrees can come out a rounding error below itself.
+    z = student_t_quantile(0.5 + confidence / 2, max(1, int(freedom + 1e-9)))
     low, high = wilson_interval(mean, _effective_size(mean, variance, n, samples), z=z)
     return Estimate(mean, low, high, n, samples)
 

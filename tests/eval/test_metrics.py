@@ -185,6 +185,13 @@ def test_the_mean_of_sets_counts_each_the_same_and_covers_the_truth() -> None:
     assert 0.92 <= hits / 400 <= 0.98
 
 
+def test_degrees_of_freedom_of_one_survive_rounding() -> None:
+    unsure = [("p", 9 / 43), ("q", 0.0)]  # 43 samples of each; the square of its variance rounds
+    for groups in ([unsure], [unsure, [("r", 1.0), ("s", 1.0)]]):
+        found = mean_of_groups(groups)
+        assert 0.0 < found.low < found.value < found.high < 1.0
+
+
 def test_shares_add_up_to_one_and_are_zero_of_nothing() -> None:
     assert shares({"a": 1, "b": 3}) == {"a": 0.25, "b": 0.75}
     assert shares({"a": 0}) == {"a": 0.0}
