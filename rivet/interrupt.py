@@ -2,7 +2,9 @@
 
 A stage runs its steps inside `with interruptible() as stop:` and calls `stop.check(...)` once each
 step's result is on disk. The first signal lets the step finish; a second one raises
-KeyboardInterrupt at once, which costs at most the step, since every write is atomic.
+KeyboardInterrupt at once, which costs at most the step, since every write is atomic. Two signals
+within a second are one request: Slurm signals a launcher and its processes, and the launcher passes
+on what it got.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_SAME_REQUEST_S = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,14 +50,18 @@ class Stop:
 def interruptible() -> Iterator[Stop]:
     """Handle SIGINT and SIGTERM in the body. Outside the main thread it changes nothing."""
     stop = Stop()
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal first
         if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
+            if time.monotonic() - first >= _SAME_REQUEST_S:
+                raise KeyboardInterrupt
+            return
+        stop.requested, first = True, time.monotonic()
         logger.warning(
             "%s: stopping when this step is saved; once more to stop now",
             signal.Signals(number).name,

@@ -43,9 +43,23 @@ for url in "${URLS[@]}"; do
     sleep 5
   done
 done
-# torchrun ends every process of the job when one dies, and prints that one's reason.
+# torchrun ends every process of the job when one dies, and prints that one's reason. Asked to stop,
+# it gives them 30 s to save the step under way unless it is told otherwise.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280
 srun --nodes "$TRAIN_NODES" --ntasks "$TRAIN_NODES" --nodelist "$(IFS=,; echo "${NODES[*]:0:TRAIN_NODES}")" \
-  bash -c 'accelerate launch --config_file stages/launch/fsdp2.yaml \
+  bash -c 'exec accelerate launch --config_file stages/launch/fsdp2.yaml \
     --num_machines '"$TRAIN_NODES"' --num_processes $(( '"$TRAIN_NODES"' * 8 )) \
     --machine_rank "$SLURM_PROCID" --main_process_ip '"$HEAD"' --main_process_port 29500 \
-    -m stages.cli stage1 "$@"' -- "$RECIPE" --experts "$EXPERTS" --backend vllm --vllm_urls "${URLS[@]}" "$@"
+    -m stages.cli stage1 "$@"' -- "$RECIPE" --experts "$EXPERTS" --backend vllm --vllm_urls "${URLS[@]}" "$@" &
+LEARNER=$!
+# The warning before the time limit comes to this shell alone, because the servers have to outlive
+# the learner. It goes on to the learner's step, which is the one after the servers'; not to srun,
+# which answers a SIGTERM by killing its tasks.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.${#SERVERS[@]}"' TERM
+CODE=0
+wait "$LEARNER" || CODE=$?
+while kill -0 "$LEARNER" 2>/dev/null; do  # a signal ends `wait` early
+  CODE=0
+  wait "$LEARNER" || CODE=$?
+done
+exit "$CODE"

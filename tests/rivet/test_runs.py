@@ -382,16 +382,20 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_living_ones_is_n
         assert not left.exists() and at_work.exists()
 
 
-def test_the_first_interrupt_lets_the_step_finish_and_the_second_stops_at_once() -> None:
+def test_the_first_interrupt_lets_the_step_finish_and_a_later_one_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done = []
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match="stopped after step 1"), interruptible() as stop:
         for step in range(3):
             if step == 1:
                 os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGTERM)  # the same request, passed on by a launcher
             done.append(step)
             stop.check(f"step {step}")
     assert done == [0, 1]
+    monkeypatch.setattr("rivet.interrupt._SAME_REQUEST_S", 0.0)
     with pytest.raises(KeyboardInterrupt), interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -106,3 +110,55 @@ def test_the_slurm_script_is_sound_shell_and_names_what_exists() -> None:
     (given,) = re.findall(r'-- "\$RECIPE" (.*) "\$@"', source)
     settings = {item.name for item in own_fields(Stage1Config)}
     assert set(re.findall(r"--(\w+)", given)) == {"experts", "backend", "vllm_urls"} <= settings
+
+
+# As Slurm's: a SIGTERM to srun kills its task, `scancel --signal` reaches the task.
+SRUN = """#!/bin/bash
+case "$*" in
+*"stages.cli vllm"*) echo $$ > server; exec sleep 60 ;;
+esac
+until [ -s server ]; do sleep 0.02; done
+bash -c 'trap "kill -0 $(cat server) && echo beside its server > saved; exit 130" TERM
+  echo $$ > task; while :; do sleep 0.02; done' &
+trap 'kill -KILL $!; exit 143' TERM
+wait $!
+"""
+SCANCEL = """#!/bin/bash
+[ "$*" = "--signal=TERM 7.1" ] && kill -TERM "$(cat task)"
+"""
+
+
+def test_the_slurm_jobs_learner_saves_its_step_before_the_time_limit_while_its_server_lives(
+    tmp_path: Path,
+) -> None:
+    commands = {"srun": SRUN, "scancel": SCANCEL, "curl": "#!/bin/bash\n"}
+    commands["scontrol"] = "#!/bin/bash\nprintf 'a\\nb\\n'\n"
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EXPERTS": "e.yaml", "MODEL": "m"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"}
+    job = subprocess.Popen(
+        ["bash", str(LAUNCH / "slurm_stage1.sh"), "recipe.yaml"],
+        cwd=tmp_path,
+        env=dict(os.environ) | given | slurm,
+        start_new_session=True,
+    )
+    try:
+        task = tmp_path / "task"
+        until(lambda: (task.exists() and bool(task.read_text())) or job.poll() is not None)
+        job.terminate()
+        assert job.wait(timeout=30) == 130
+        assert (tmp_path / "saved").read_text() == "beside its server\n"
+        until(lambda: not Path(f"/proc/{(tmp_path / 'server').read_text().strip()}").exists())
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
