@@ -142,7 +142,7 @@ def _without_prefix_space(spec: dict[str, Any]) -> dict[str, Any]:
     return {**spec, **parts}
 
 
-def _part_without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+def _part_without_prefix(part: Any) -> dict[str, Any] | None:
     """A normalizer or a pre-tokenizer that adds nothing; None if it did nothing else."""
     match part:
         case {"type": "Prepend"}:
