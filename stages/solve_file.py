@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,36 +30,54 @@ class SolveFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One line of the file."""
+    """One line of the file, of problems or of solutions."""
 
     id: str
     problem: str
+    line: int
 
 
 def solve_file(config: SolveConfig) -> int:
     """Solve the problems of a file that have no solution yet; 0 when all have one.
 
     Raises:
-        SolveFileError: A line of the problems is broken, or the output is of other settings.
+        SolveFileError: A line of the problems is broken, or the output is of other settings or
+            of other problems.
     """
     questions = read_questions(Path(config.file))
-    local_checkpoint(config.checkpoint)
+    # Once: a name on the Hub may mean other weights later.
+    config = replace(config, checkpoint=str(local_checkpoint(config.checkpoint)))
+    settings = settings_of(config)
     out = Path(config.out) if config.out else None
-    done = read_done(out, settings_of(config)) if out else set()
-    left = [question for question in questions if question.id not in done]
+    left = _without_solution(questions, config.file, out, settings) if out else questions
     if not left:
         print(f"{out}: all {len(questions)} problems have a solution", file=sys.stderr)
         return 0
-    with open_solver(config) as solver, _Output(out) as output:
+    with open_solver(config) as solver, _Output(out, settings) as output:
         for start in range(0, len(left), config.max_batch * _AHEAD):
             batch = left[start : start + config.max_batch * _AHEAD]
             _solve_batch(solver, batch, config, output)
     return 0
 
 
+def _without_solution(
+    questions: list[Question], file: str, out: Path, settings: dict[str, Any]
+) -> list[Question]:
+    """The questions that the output does not answer yet."""
+    done = read_done(out, settings)
+    for question in questions:
+        kept = done.get(question.id)
+        if kept is not None and kept.problem != question.problem:
+            raise SolveFileError(
+                f"{file}:{question.line}: the problem {question.id!r} is another one in "
+                f"{out}:{kept.line}; choose another --out"
+            )
+    return [question for question in questions if question.id not in done]
+
+
 def _solve_batch(solver: Solver, batch: list[Question], config: SolveConfig, out: _Output) -> None:
     """Solve some problems; each is written when all its samples are there."""
-    settings, k = settings_of(config), config.samples
+    k = config.samples
     asked = []
     for question in batch:
         try:
@@ -67,7 +85,7 @@ def _solve_batch(solver: Solver, batch: list[Question], config: SolveConfig, out
             asked.append(question)
         except ProblemError as error:
             row = {"id": question.id, "problem": question.problem, "answer": None}
-            out.add({**row, "error": str(error), "settings": settings})
+            out.add({**row, "error": str(error)})
     samples: list[dict[int, Solution]] = [{} for _ in asked]
 
     def on_done(n: int, solution: Solution) -> None:
@@ -76,20 +94,20 @@ def _solve_batch(solver: Solver, batch: list[Question], config: SolveConfig, out
         if len(found) == k and not config.vote:
             rows = [as_json(found[index]) for index in range(k)]
             value = rows[0] if k == 1 else {"problem": solution.problem, "solutions": rows}
-            out.add({"id": asked[n // k].id, **value, "settings": settings})
+            out.add({"id": asked[n // k].id, **value})
 
     problems = [question.problem for question in asked for _ in range(k)]
     solver.solve_many(problems, on_done=on_done, **config.ask)
     if config.vote:
         for question, found in zip(asked, samples, strict=True):
             vote = solver.count([found[index] for index in range(k)])
-            out.add({"id": question.id, **vote_as_json(vote), "settings": settings})
+            out.add({"id": question.id, **vote_as_json(vote)})
 
 
 def settings_of(config: SolveConfig) -> dict[str, Any]:
-    """What the solutions depend on, kept with each of them."""
+    """What the solutions depend on, kept with each of them; the checkpoint is a folder."""
     return {
-        "checkpoint": str(local_checkpoint(config.checkpoint).resolve()),
+        "checkpoint": str(Path(config.checkpoint).resolve()),
         "samples": config.samples,
         "vote": config.vote,
         "max_completion_length": config.max_completion_length,
@@ -122,30 +140,30 @@ def read_questions(path: Path) -> list[Question]:
         name = str(row.get("id", number))
         if name in questions:
             raise SolveFileError(f"{where}: the id {name!r} comes twice")
-        questions[name] = Question(name, problem)
+        questions[name] = Question(name, problem, number)
     if not questions:
         raise SolveFileError(f"{path}: holds no problem")
     return list(questions.values())
 
 
-def read_done(path: Path, settings: dict[str, Any]) -> set[str]:
-    """Ids that have a solution; a last line that was cut by a kill is removed.
+def read_done(path: Path, settings: dict[str, Any]) -> dict[str, Question]:
+    """What has a solution, by id; a last line that was cut by a kill is removed.
 
     Raises:
         SolveFileError: A line is no solution, or one of other settings.
     """
     if not path.exists():
-        return set()
+        return {}
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise SolveFileError(f"{path}: cannot be read ({error}); choose another --out") from error
-    done = set()
+    done = {}
     for number, line in enumerate(lines[:-1], 1):
         try:
             row = json.loads(line)
             kept = row["settings"]
-            done.add(str(row["id"]))
+            done[str(row["id"])] = Question(str(row["id"]), row["problem"], number)
         except (ValueError, KeyError, TypeError) as error:
             raise SolveFileError(
                 f"{path}:{number}: is no solution that this command wrote; choose another --out"
@@ -175,10 +193,10 @@ def _is_problem(line: bytes) -> bool:
 
 
 class _Output:
-    """Whole lines, to a file or to standard output."""
+    """Whole lines, each with the settings, to a file or to standard output."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path, self._settings = path, settings
         self._file: IO[str] | None = None
 
     def __enter__(self) -> _Output:
@@ -198,7 +216,7 @@ class _Output:
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row so that it survives what comes next."""
-        line = json.dumps(row, ensure_ascii=False) + "\n"
+        line = json.dumps({**row, "settings": self._settings}, ensure_ascii=False) + "\n"
         if self._file is None:
             sys.stdout.write(line)
             sys.stdout.flush()

@@ -237,6 +237,41 @@ def test_a_killed_file_goes_on_and_is_never_mixed(
         solve.main(command)
 
 
+def test_a_file_never_goes_on_with_answers_to_other_problems(
+    tmp_path: Path, problems: Path, learnt_checkpoint: Path
+) -> None:
+    one, two = PROBLEMS
+    out = tmp_path / "solutions.jsonl"
+    command = [str(learnt_checkpoint), "--file", str(problems), "--out", str(out)]
+    problems.write_text(json.dumps({"problem": one}) + "\n")
+    assert solve.main(command) == 0
+    kept = out.read_bytes()
+    problems.write_text("".join(json.dumps({"problem": text}) + "\n" for text in (two, one)))
+    with pytest.raises(
+        SolveFileError, match=r"problems.jsonl:1: the problem '1' is another one in .*jsonl:1; "
+    ):
+        solve.main(command)
+    assert out.read_bytes() == kept
+
+
+def test_the_checkpoint_of_a_file_is_looked_up_once(
+    problems: Path, learnt_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def look_up(name: str) -> Path:
+        asked.append(name)
+        return learnt_checkpoint
+
+    monkeypatch.setattr("stages.solve_file.local_checkpoint", look_up)
+    out = tmp_path / "o"
+    command = ["user/name", "--file", str(problems), "--out", str(out), "--max_batch", "1"]
+    monkeypatch.setattr("stages.solve_file._AHEAD", 1)  # a batch each
+    assert solve.main(command) == 0
+    assert asked == ["user/name"]
+    assert {row["settings"]["checkpoint"] for row in rows_of(out)} == {str(learnt_checkpoint)}
+
+
 def test_an_output_that_cannot_be_written_is_named(
     problems: Path, tmp_path: Path, learnt_checkpoint: Path
 ) -> None:
