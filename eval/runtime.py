@@ -174,7 +174,13 @@ def _backend(
         return backend, dtype_name
     model = load_model(checkpoint.folder, dtype=dtype)
     where = device or ("cuda" if torch.cuda.is_available() else None)
-    local = LocalBackend(model, checkpoint.tokenizer, max_batch=max_batch, device=where)
+    local = LocalBackend(
+        model,
+        checkpoint.tokenizer,
+        max_batch=max_batch,
+        max_completion_length=checkpoint.settings.limits.max_completion_length,
+        device=where,
+    )
     return local, str(model.dtype).removeprefix("torch.")
 
 

@@ -349,6 +349,7 @@ class AsyncSolver:
                 self._model,
                 self.tokenizer,
                 max_batch=self._max_batch,
+                max_completion_length=self.settings.limits.max_completion_length,
                 device=self._device or ("cuda" if torch.cuda.is_available() else None),
             )
         )

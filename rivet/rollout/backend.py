@@ -6,9 +6,15 @@ Implementations: `rivet.rollout.local` (transformers in process) and `rivet.roll
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+logger = logging.getLogger(__name__)
+
+_LEAST_CONTEXT = 4096
+_PROMPT_ROOM = 2048
 
 
 class BackendError(RuntimeError):
@@ -93,6 +99,26 @@ class Backend(Protocol):
     async def release(self, session: str) -> None:
         """Forget a session's state."""
         ...
+
+
+def context_for(max_completion_length: int, allowed: int | None) -> int:
+    """Tokens of context, prompt included, that a backend is opened with.
+
+    Args:
+        max_completion_length: Tokens of a completion that should fit behind a prompt.
+        allowed: Most that the model can serve; None: it does not say.
+    """
+    wanted = max(_LEAST_CONTEXT, max_completion_length + _PROMPT_ROOM)
+    if allowed is None:
+        return wanted
+    if allowed <= max_completion_length:
+        logger.warning(
+            "the model's context holds %d tokens, prompt included; completions end there, although "
+            "max_completion_length allows %d",
+            allowed,
+            max_completion_length,
+        )
+    return min(wanted, allowed)
 
 
 def room_for(prompt_ids: Sequence[int], max_new_tokens: int, max_context: int, remedy: str) -> int:

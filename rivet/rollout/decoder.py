@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rivet.rollout.backend import context_for
 from rivet.rollout.fast_step import FastStep, is_supported
 from rivet.rollout.kv_cache import ATTENTION, SlotCache
 from rivet.rollout.sampling import Sampler
@@ -20,7 +21,6 @@ from rivet.rollout.slots import Call, Slot, SlotTable
 
 # Tokens of one prefill forward, padding included; bounds its memory and its delay for others.
 _PREFILL_TOKENS = 4096
-_LONGEST_CONTEXT = 4096
 # Decode steps that one attention mask serves.
 _AHEAD = 32
 
@@ -34,28 +34,25 @@ class SlotDecoder:
         vocab_size: V, tokens that can be sampled. Models pad their embeddings beyond the tokenizer;
             what is there has no text.
         max_batch: Slots.
-        max_context: Longest context in tokens; None takes what the model allows, at most 4096.
+        max_completion_length: What the context must hold beside the prompt, where the model allows.
 
     Raises:
-        ValueError: The model cannot be served this way, or the context is too long for it.
+        ValueError: The model cannot be served this way.
     """
 
     def __init__(
-        self, model: torch.nn.Module, vocab_size: int, max_batch: int, max_context: int | None
+        self, model: torch.nn.Module, vocab_size: int, max_batch: int, max_completion_length: int
     ) -> None:
         self._model = _unwrap(model)
         self._vocab_size = vocab_size
         self._config = self._model.config.get_text_config()
-        allowed = _longest_context(self._config)
-        self.max_context = min(allowed, _LONGEST_CONTEXT) if max_context is None else max_context
-        if not 2 <= self.max_context <= allowed:
-            raise ValueError(f"max_context is {max_context}; expected 2 to {allowed} tokens")
+        self.max_context = context_for(max_completion_length, _longest_context(self._config))
         weight = self._model.get_input_embeddings().weight
         self._device = weight.device
         self._cache = SlotCache(
             max_batch, self.max_context, device=weight.device, dtype=weight.dtype
         )
-        self._fast = FastStep(self._model, allowed) if is_supported(self._model) else None
+        self._fast = FastStep(self._model, self.max_context) if is_supported(self._model) else None
         self._batch: _Batch | None = None
         self._was_training: list[torch.nn.Module] = []
 
@@ -256,9 +253,9 @@ def _layer_types(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or ["full_attention"])
 
 
-def _longest_context(config: Any) -> int:
+def _longest_context(config: Any) -> int | None:
     """Tokens up to which every layer sees the whole context: a sliding window is as long."""
-    allowed = getattr(config, "max_position_embeddings", None) or _LONGEST_CONTEXT
-    if "sliding_attention" in _layer_types(config) and config.sliding_window:
-        allowed = min(allowed, config.sliding_window)
-    return allowed
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if "sliding_attention" in _layer_types(config):
+        limits.append(config.sliding_window)
+    return min((limit for limit in limits if limit), default=None)

@@ -41,8 +41,8 @@ class LocalBackend:
             tokens are sampled; a trainer's log-probabilities share their mass with those that pad
             the model's embeddings, which is next to none in a trained model.
         max_batch: Slots: rollouts that are sampled at the same time.
-        max_context: Longest context in tokens, prompt included. Default: what the model allows (no
-            more than a sliding window), at most 4096. Memory is taken as contexts grow.
+        max_completion_length: What the context must hold beside the prompt, where the model (or
+            its sliding window) allows as much. Memory is taken as contexts grow.
         device: Move the model there first. Default: where it is.
         dtype: Convert the model to it first. Default: as it is.
 
@@ -58,7 +58,7 @@ class LocalBackend:
         tokenizer: ProtocolTokenizer,
         *,
         max_batch: int = 96,
-        max_context: int | None = None,
+        max_completion_length: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,7 +67,9 @@ class LocalBackend:
         if device is not None or dtype is not None:
             model.to(device=device, dtype=dtype)
         self._tokenizer = tokenizer
-        self._decoder = SlotDecoder(model, len(tokenizer.token_bytes), max_batch, max_context)
+        self._decoder = SlotDecoder(
+            model, len(tokenizer.token_bytes), max_batch, max_completion_length
+        )
         self.max_context = self._decoder.max_context
         self._table = SlotTable(max_batch)
         self._waiting: deque[Call] = deque()
@@ -111,7 +113,7 @@ class LocalBackend:
             prompt_ids,
             max_new_tokens,
             self.max_context,
-            remedy="raise max_context, or lower the limits of the rollout",
+            remedy="shorten it, or take a model with a longer context",
         )
         loop = asyncio.get_running_loop()
         call = Call(

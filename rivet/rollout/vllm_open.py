@@ -8,15 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from rivet.checkpoints import CheckpointError, is_adapter
-from rivet.rollout.backend import BackendError
+from rivet.rollout.backend import BackendError, context_for
 from rivet.rollout.vllm_backend import VLLMBackend
 from rivet.rollout.vllm_process import SERVED_NAME, VLLMSettings, as_arguments, managed_server
 from rivet.tokenization import ProtocolTokenizer
 
 logger = logging.getLogger(__name__)
-
-_LEAST_CONTEXT = 4096  # as the local backend
-_PROMPT_ROOM = 2048
 
 
 @asynccontextmanager
@@ -85,11 +82,10 @@ def server_settings(
         )
     config = AutoConfig.from_pretrained(folder)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    wanted = max(_LEAST_CONTEXT, max_completion_length + _PROMPT_ROOM)
     return VLLMSettings(
         str(folder),
         dtype=resolve_dtype(folder, dtype),
-        max_model_len=min(wanted, limit) if limit else wanted,
+        max_model_len=context_for(max_completion_length, limit),
         max_num_seqs=max_batch,
         max_lora_rank=max_lora_rank,
         use_weight_transfer=use_weight_transfer,

@@ -206,7 +206,8 @@ def engine_source(
     def open_backend() -> LocalBackend | VLLMBackend:
         if vllm_urls:
             return VLLMBackend(vllm_urls, tokenizer)
-        return LocalBackend(model, tokenizer, max_batch=batch_size)
+        length = settings.limits.max_completion_length
+        return LocalBackend(model, tokenizer, max_batch=batch_size, max_completion_length=length)
 
     @asynccontextmanager
     async def open_engine() -> AsyncIterator[RolloutEngine]:

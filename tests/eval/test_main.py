@@ -322,6 +322,15 @@ def test_a_vocabulary_larger_than_the_model_is_refused(checkpoint, problems_file
         run(config_of(tmp_path, problems_file, model=str(model), conditions=["local"]))
 
 
+async def test_the_context_holds_completions_as_long_as_asked_for(checkpoint, tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_960}))
+    async with open_runtime(model, max_completion_length=8192) as runtime:
+        assert runtime.engine.max_context == 8192 + 2048
+
+
 async def test_rows_depend_on_weights_limits_and_experts(checkpoint, tmp_path) -> None:
     async with open_runtime(checkpoint, experts=EchoExperts(), max_completion_length=20) as runtime:
         described = runtime.describe("experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import subprocess
@@ -159,6 +160,17 @@ def test_a_setting_that_would_be_ignored_is_refused(
         solver.solve(next(iter(PROBLEMS)), **ask)
 
 
+async def test_the_context_holds_completions_as_long_as_asked_for(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40_960}))
+    async with AsyncSolver(model, max_completion_length=8192) as solver:
+        assert len(solver.prompt("1 + " * 3000)) > 4096
+
+
 async def test_a_solver_that_is_not_open_says_so(checkpoint: Path) -> None:
     solver = AsyncSolver(checkpoint)
     with pytest.raises(SolverError, match="not open"):
@@ -173,6 +185,13 @@ def test_samples_vote(solver: Solver) -> None:
     vote = solver.vote("Compute 3 + 4 * 5", 3, temperature=0.1)
     assert vote.answer == "23" and vote.parties == (Party("23", (0, 1, 2)),)
     assert len({s.trajectory.seed for s in vote.solutions}) == 3
+
+
+async def test_a_mixed_number_and_the_fraction_without_its_blank_are_two_votes() -> None:
+    with Grader(workers=1) as grader:
+        found = await parties(["11/2", "1 1/2", " 1  1/2", "3/2", "5.5"], grader)
+        assert found == [Party("1 1/2", (1, 2, 3)), Party("11/2", (0, 4))]
+        assert await parties(["(1,2)", "( 1, 2 )"], grader) == [Party("(1,2)", (0, 1))]
 
 
 async def test_equal_answers_are_one_party_and_the_first_wins_a_tie() -> None:

@@ -86,6 +86,25 @@ def test_the_engine_samples_from_the_adapter_that_is_trained(tmp_path: Path) -> 
     assert [line["sampling/logp_difference"] for line in logged] == pytest.approx([0] * 3, abs=1e-4)
 
 
+def test_the_engines_context_holds_the_longest_completion() -> None:
+    plain = build_tokenizer()
+    plain.chat_template = "{{ messages[0].content }}"
+    model = build_model()
+    model.config.max_position_embeddings = 40_960
+    settings = ProtocolSettings("bare", "", (), RolloutLimits(max_completion_length=8192))
+    with engine_source(
+        model,
+        ProtocolTokenizer(plain),
+        settings,
+        [],
+        batch_size=8,
+        temperature=1.0,
+        seed=0,
+        cost=CostTerm(),
+    ) as source:
+        assert source._runner.engine.max_context == 8192 + 2048
+
+
 def test_a_resumed_adapter_ends_as_an_undisturbed_one_and_is_merged(tmp_path: Path) -> None:
     class Once(ScriptedSource):
         def sample(self, asked: Sequence[Asked]) -> list[Trajectory]:

@@ -288,9 +288,11 @@ async def test_the_end_of_turn_is_kept_and_reported(scripted, tag_tokenizer) -> 
     assert (got.ids, got.finish_reason) == (ids, "eos")
 
 
-async def test_the_limit_and_the_end_of_the_context_are_length(qwen3, tag_tokenizer) -> None:
+async def test_the_limit_and_the_end_of_the_context_are_length(tag_tokenizer, build_model) -> None:
     banned = tuple(tag_tokenizer.eos_ids)
-    async with LocalBackend(qwen3, tag_tokenizer, max_context=20) as backend:
+    model = build_model(tag_tokenizer)
+    model.config.max_position_embeddings = 20
+    async with LocalBackend(model, tag_tokenizer) as backend:
         got = await sample(backend, [1] * 4, max_new_tokens=5, banned_ids=banned)
         assert (len(got.ids), got.finish_reason) == (5, "length")
         got = await sample(backend, [1] * 14, max_new_tokens=50, banned_ids=banned)
@@ -557,8 +559,30 @@ async def test_a_model_prepared_for_bf16_training_samples_in_its_own_type(
 async def test_a_sliding_window_bounds_the_context(tag_tokenizer, build_model) -> None:
     async with LocalBackend(build_model(tag_tokenizer, "gemma3"), tag_tokenizer) as backend:
         assert backend.max_context == 256
-    with pytest.raises(ValueError, match="max_context is 300; expected 2 to 256"):
-        LocalBackend(build_model(tag_tokenizer, "gemma3"), tag_tokenizer, max_context=300)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "limit", "expected"),
+    [(40_960, 0, 4096), (40_960, 8192, 10_240), (9000, 8192, 9000), (8192, 8192, 8192)],
+)
+async def test_the_context_holds_the_longest_completion_where_the_model_allows(
+    tag_tokenizer, build_model, caplog, allowed, limit, expected
+) -> None:
+    model = build_model(tag_tokenizer)
+    model.config.max_position_embeddings = allowed
+    async with LocalBackend(model, tag_tokenizer, max_completion_length=limit) as backend:
+        assert backend.max_context == expected
+    is_warned = "the model's context holds 8192 tokens" in caplog.text
+    assert is_warned == (allowed <= limit)
+
+
+async def test_a_completion_goes_on_past_4096_tokens(tag_tokenizer, build_model) -> None:
+    model = build_model(tag_tokenizer)
+    model.config.max_position_embeddings = 40_960
+    async with LocalBackend(model, tag_tokenizer, max_completion_length=5000) as backend:
+        got = await sample(backend, [1] * 4094, max_new_tokens=5)
+    assert len(got.ids) == 5
+    assert_logprobs(model, [1] * 4094, got)
 
 
 def test_a_model_with_other_layers_is_refused(tag_tokenizer, build_model) -> None:
