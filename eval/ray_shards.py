@@ -210,6 +210,10 @@ class _Run:
         self._check_faults()
 
     def _replace(self, actor: Any) -> Any:
+        import ray
+
+        # It may be out of reach only: it must not go on with its shard, nor keep its GPU.
+        ray.kill(actor)
         actors = self._actors._actors
         actors[actors.index(actor)] = new = self._actors.start()
         return new

@@ -89,6 +89,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.exceptions = SimpleNamespace(  # type: ignore[attr-defined]
         RayActorError=ActorLost, RayTaskError=TaskFailed
     )
+    module.killed = []  # type: ignore[attr-defined]
+    module.kill = module.killed.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", module)
     return module
 
@@ -144,6 +146,17 @@ def test_the_rows_are_those_of_one_process_whoever_dies(
     assert len(rows) == len({t.id for t in rows}) == len(expected)
     assert set(engine.asked.values()) == {1}  # a shard that was sampled is not sampled again
     assert len(store.shards()) > 2 and not (store.folder / WORK_FOLDER).exists()
+
+
+def test_an_actor_that_is_out_of_reach_is_ended_before_another_one_takes_its_shard(
+    ray: ModuleType, problems, prompts, tmp_path
+) -> None:
+    engine = ScriptedEngine(prompts.tokenizer)
+    actors = build_actors(prompts, engine, dies=["before"])
+    first = list(actors._actors)
+    actors.sample(problems, HOW, store=TrajectoryStore(tmp_path), progress=None)
+    assert len(ray.killed) == 1 and ray.killed[0] in first
+    assert ray.killed[0] not in actors._actors and len(actors._actors) == len(first)
 
 
 def test_a_shard_that_two_actors_die_over_stops_the_run_and_what_is_done_stays(
