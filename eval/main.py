@@ -88,6 +88,8 @@ def run(config: EvalConfig, *, experts: Experts | None = None) -> dict[str, Any]
     # Everything that can be wrong shows before the run folder is made: faults of the command.
     checkpoint = open_checkpoint(config, experts)
     problems, competent = load_test_set(config)
+    if isinstance(checkpoint, OpenedLatent):
+        competent = {}  # it names nobody, so it has no route that could be right
     output = Path(config.output_dir)
     with RunDir.open(
         output, config, stage="eval", overwrite=config.overwrite, may_change=_NO_RESULT

@@ -104,7 +104,8 @@ def regrade(
             changed = {"problems_digest": problems_digest(asked)}
             _write_store(out / mode / STORE, graded, before.settings | changed, grading)
             label = before.results["checkpoint"]
-            rows.append(finish_condition(label, graded, competent, mode, out / mode))
+            routed = {} if before.results.get("route_accuracy") is None else competent
+            rows.append(finish_condition(label, graded, routed, mode, out / mode))
         return finish_run(folder, rows, _compare_again(run, out))
 
 

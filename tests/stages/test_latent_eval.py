@@ -17,6 +17,7 @@ from eval.conditions import read_condition
 from eval.config import EvalConfig
 from eval.latent import LatentEvalError
 from eval.main import main, run
+from eval.regrade import regrade
 from eval.report import main as report
 from rivet import Solver
 from rivet.checkpoints import CheckpointError
@@ -139,6 +140,16 @@ def test_its_report_is_that_of_every_evaluation_with_the_viewer(full: Arm, tmp_p
     for words in ('id="viewer-chunk-0"', 'id="trajectories"', "no-expert", 'id="results"'):
         assert words in page
     assert (tmp_path / "eval" / "report.md").read_text(encoding="utf-8").count("| full") == 2
+
+
+def test_who_names_no_expert_has_no_route_accuracy_also_when_graded_again(
+    full: Arm, tmp_path: Path
+) -> None:
+    asked = {"problems": "miniworld", "problems_per_family": 1, "conditions": ["experts"]}
+    (row,) = run(eval_config(full, tmp_path / "eval", **asked))["rows"]
+    assert row["n"] == 6 and row["route_accuracy"] is None
+    (again,) = regrade(tmp_path / "eval", tmp_path / "again", grading="reward")["rows"]
+    assert again["n"] == 6 and again["route_accuracy"] is None
 
 
 @pytest.mark.slow
