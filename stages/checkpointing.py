@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from rivet.checkpoints import check_weights, is_adapter, load_model, merge_adapter
 from rivet.files import atomic_folder, atomic_write_text, broken_file, remove
@@ -85,6 +91,9 @@ def save_controller(
     def write(folder: Path) -> None:
         with atomic_folder(folder) as temporary:
             model.save_pretrained(temporary, state_dict=state)
+            if hasattr(model, "merge_and_unload"):  # PEFT writes none, and some turns end by it
+                ends = GenerationConfig(eos_token_id=sorted(tokenizer.eos_ids))
+                ends.save_pretrained(temporary)
             tokenizer.hf.save_pretrained(temporary)
             settings.save(temporary)
 

@@ -35,7 +35,7 @@ from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_folder, recover_folder, remove
 from rivet.interrupt import terminable
 from rivet.settings import FILE_NAME, ProtocolSettings
-from stages.export_files import write_adapter, write_licence, write_model
+from stages.export_files import with_ends_of, write_adapter, write_licence, write_model
 from stages.export_licences import Licences, find_licences
 from stages.export_push import check_repo_id, describe_push, push
 from stages.export_verify import ExportError, verify
@@ -244,8 +244,8 @@ def run(config: ExportConfig) -> Path:
         data=config.data,
     )
     logger.info("loading %s", weights)
-    tokenizer = load_tokenizer(source)
     model = _load(weights, config)
+    tokenizer = with_ends_of(model, load_tokenizer(source))
     with atomic_folder(target) as folder:
         if config.adapter_only:
             write_adapter(weights, licences.base_model or "", tokenizer, settings, folder)

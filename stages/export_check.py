@@ -112,20 +112,20 @@ def main(argv: list[str] | None = None) -> int:
     """
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from rivet.settings import ProtocolSettings
     from rivet.tokenization import ProtocolTokenizer
 
     folder, reference, max_tokens = sys.argv[1:] if argv is None else argv
     saved = load_file(reference)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = ProtocolTokenizer.from_pretrained(folder)
     # An adapter's folder loads with its base: transformers finds both.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     worst, tokens_differ = 0.0, False
     for n in range(sum(name.startswith("ids.") for name in saved)):
         text = bytes(saved[f"text.{n}"].tolist()).decode()
-        ids = tokenizer(text, add_special_tokens=False).input_ids
+        ids = tokenizer.hf(text, add_special_tokens=False).input_ids
         tokens_differ |= ids != saved[f"text_ids.{n}"].tolist()
         with torch.inference_mode():
             logits = model(saved[f"ids.{n}"][None]).logits[0].float()
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     problems = [bytes(saved[f"problem.{n}"].tolist()).decode() for n in range(count)]
     completions = greedy_completions(
         model,
-        ProtocolTokenizer(tokenizer),
+        tokenizer,
         ProtocolSettings.load(Path(folder)),
         problems,
         int(max_tokens),

@@ -11,11 +11,20 @@ from rivet.prompts import PromptBuilder
 from rivet.settings import ProtocolSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from rivet.tokenization import ProtocolTokenizer
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def with_ends_of(model: PreTrainedModel, tokenizer: ProtocolTokenizer) -> ProtocolTokenizer:
+    """The tokenizer with the model's own ends of a turn, which an adapter's folder may not name."""
+    from rivet.tokenization import ProtocolTokenizer
+
+    known = model.generation_config.eos_token_id if model.generation_config else None
+    ends = [known] if isinstance(known, int) else known or []
+    return ProtocolTokenizer(tokenizer.hf, {*tokenizer.eos_ids, *ends})
 
 
 def write_model(
@@ -27,19 +36,7 @@ def write_model(
     max_shard_size: str,
 ) -> None:
     """Write whole weights with everything that loading and prompting them needs."""
-    from transformers import GenerationConfig
-
-    known = model.generation_config.eos_token_id if model.generation_config else None
-    stops = {*tokenizer.eos_ids, *([known] if isinstance(known, int) else known or [])}
-    pad = tokenizer.hf.pad_token_id
-    # A fresh one: sampling settings of the base model are not what this model was measured with.
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.hf.bos_token_id,
-        eos_token_id=sorted(stops),
-        pad_token_id=tokenizer.eos_id if pad is None else pad,
-        do_sample=False,
-        max_new_tokens=settings.limits.max_completion_length,
-    )
+    model.generation_config = _generation_config(tokenizer, settings)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(tokenizer, settings, folder)
 
@@ -58,7 +55,24 @@ def write_adapter(
     config = json.loads(path.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base_model
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _generation_config(tokenizer, settings).save_pretrained(folder)
     write_tokenizer(tokenizer, settings, folder)
+
+
+def _generation_config(
+    tokenizer: ProtocolTokenizer, settings: ProtocolSettings
+) -> GenerationConfig:
+    """A fresh one: sampling settings of the base model are not what was measured."""
+    from transformers import GenerationConfig
+
+    pad = tokenizer.hf.pad_token_id
+    return GenerationConfig(
+        bos_token_id=tokenizer.hf.bos_token_id,
+        eos_token_id=sorted(tokenizer.eos_ids),
+        pad_token_id=tokenizer.eos_id if pad is None else pad,
+        do_sample=False,
+        max_new_tokens=settings.limits.max_completion_length,
+    )
 
 
 def write_tokenizer(tokenizer: ProtocolTokenizer, settings: ProtocolSettings, folder: Path) -> None:

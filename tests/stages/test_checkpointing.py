@@ -6,14 +6,21 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from stage1_world import build_model, build_tokenizer
 from transformers import TrainingArguments
 
-from rivet.checkpoints import CheckpointError
-from stages.checkpointing import last_checkpoint, list_files, load_controller
+from rivet.checkpoints import CheckpointError, is_adapter, load_tokenizer
+from rivet.runs import RunDir
+from rivet.settings import ProtocolSettings
+from rivet.tokenization import ProtocolTokenizer
+from stages.checkpointing import last_checkpoint, list_files, load_controller, save_controller
 
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
@@ -23,6 +30,32 @@ def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(CheckpointError, match="model.safetensors: broken weights"):
         load_controller(str(tmp_path), args)
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_every_saved_checkpoint_ends_its_turn_as_the_base_does(
+    tmp_path: Path, is_spread: bool
+) -> None:
+    plain, base = build_tokenizer(), build_model()
+    tokenizer = ProtocolTokenizer(plain, [5])
+    assert base.generation_config is not None
+    base.generation_config.eos_token_id = sorted(tokenizer.eos_ids)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            unwrap_model=lambda m: m, get_state_dict=lambda m: m.state_dict()
+        ),
+        model=model,
+        model_wrapped=model,
+        is_fsdp_enabled=is_spread,
+        is_deepspeed_enabled=False,
+    )
+    settings = ProtocolSettings("bare", "")
+    with RunDir.open(tmp_path / "run", {"seed": 3}, stage="stage1") as run:
+        save_controller(run, run.checkpoint, trainer, tokenizer, settings)
+    assert is_adapter(run.checkpoint) == is_spread
+    for folder in (run.checkpoint, run.path / "adapter"):
+        assert load_tokenizer(folder).eos_ids == tokenizer.eos_ids != {tokenizer.eos_id}
 
 
 def trainer_checkpoint(folder: Path, step: int) -> Path:

@@ -193,6 +193,44 @@ def test_an_adapter_is_merged(
     assert isinstance(adapted, PeftModel)
 
 
+def test_a_turn_that_ends_by_the_generation_config_alone_is_exported_and_verified(
+    checkpoint: Path, tmp_path: Path, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    model = tiny_model(tag_tokenizer)
+    problems = export_verify.problems_to_verify(1)
+    attempt = export_check.greedy_completions(model, tag_tokenizer, SETTINGS, problems, 9)[0]
+    ends = sorted({tag_tokenizer.eos_id, attempt[3]})
+    GenerationConfig(eos_token_id=ends).save_pretrained(checkpoint)
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), verify_problems=1
+        )
+    )
+    assert ProtocolTokenizer.from_pretrained(target).eos_ids == set(ends)
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_an_exported_adapter_ends_its_turn_as_its_base_does(
+    adapter_only: bool,
+    tmp_path: Path,
+    tag_tokenizer: ProtocolTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    _, source = adapter(tmp_path, tag_tokenizer)
+    ends = sorted({tag_tokenizer.eos_id, 5})
+    GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path / "base")
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(source),
+            output_dir=str(tmp_path / "out"),
+            adapter_only=adapter_only,
+            base_license="mit",
+        )
+    )
+    assert ProtocolTokenizer.from_pretrained(target).eos_ids == set(ends)
+
+
 def test_without_measurements_the_card_says_so(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
