@@ -47,7 +47,8 @@ async def parties(answers: Sequence[str | None], grader: Grader) -> list[Party]:
 
 
 async def _same(first: str, second: str, grader: Grader) -> bool:
-    if "".join(first.split()) == "".join(second.split()):
+    # A blank may count (1 1/2 and 11/2); how many there are does not.
+    if first.split() == second.split():
         return True
     return await _accepts(first, second, grader) or await _accepts(second, first, grader)
 
