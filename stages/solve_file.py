@@ -137,13 +137,18 @@ def read_questions(path: Path) -> list[Question]:
         problem = row.get("problem") if isinstance(row, dict) else None
         if not isinstance(problem, str) or not problem.strip():
             raise SolveFileError(f'{where}: expected an object with a non-empty text "problem"')
-        name = str(row.get("id", number))
+        name = _plain(str(number if row.get("id") is None else row["id"]))
         if name in questions:
             raise SolveFileError(f"{where}: the id {name!r} comes twice")
-        questions[name] = Question(name, problem, number)
+        questions[name] = Question(name, _plain(problem), number)
     if not questions:
         raise SolveFileError(f"{path}: holds no problem")
     return list(questions.values())
+
+
+def _plain(text: str) -> str:
+    """A text that can be written: JSON can spell lone surrogates, which no file can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_done(path: Path, settings: dict[str, Any]) -> dict[str, Question]:

@@ -305,6 +305,22 @@ def test_samples_of_a_file_vote_and_one_long_problem_costs_one_row(
     assert [len(row.get("solutions", [])) for row in rows] == [0, 3, 3]
 
 
+def test_a_line_of_broken_text_is_solved_like_the_others(
+    problems: Path, tmp_path: Path, learnt_checkpoint: Path, capsys: Any
+) -> None:
+    with open(problems, "a") as file:
+        file.write(
+            '{"id": "\\ud800", "problem": "3 + \\ud800"}\n{"id": null, "problem": "3 + 4"}\n'
+        )
+    out = tmp_path / "solutions.jsonl"
+    command = [str(learnt_checkpoint), "--file", str(problems), "--out", str(out)]
+    assert solve.main([*command, "--max_completion_length", "8"]) == 0
+    found = {row["id"]: row["problem"] for row in rows_of(out) if row["problem"] not in PROBLEMS}
+    assert found == {"?": "3 + ?", "6": "3 + 4"}
+    assert solve.main([*command, "--max_completion_length", "8"]) == 0
+    assert "all 4 problems have a solution" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
