@@ -7,7 +7,8 @@ that `tests/stages/test_stage2_contract.py` pins:
   `num_items_in_batch`, once an optimizer step; here it is Z, so accumulation is exact.
 - `SFTTrainer.__init__` gives the model TRL's fused LM head: log-probabilities without logits.
 - `Trainer._set_signature_columns_if_needed`, `Trainer._get_train_sampler`,
-  `Trainer.model_accepts_loss_kwargs`, `SFTTrainer._metrics`, `SFTTrainer._total_train_tokens`.
+  `Trainer._run_epoch`, `Trainer.model_accepts_loss_kwargs`, `SFTTrainer._metrics`,
+  `SFTTrainer._total_train_tokens`.
 - `trl.trainer.utils`, through `stages.fused_head`.
 
 Packing is ours (`stages.stage2.batching`): TRL's own refuses a collator, and cuts trajectories.
@@ -201,6 +202,12 @@ class Stage2Trainer(SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = list(COLUMNS)
+
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> None:
+        # Within a resumed epoch the trainer wraps the loader to skip batches, and with several
+        # processes what it tells the wrapper of the epoch no longer reaches the sampler.
+        train_dataloader.set_epoch(epoch)
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **rest)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset

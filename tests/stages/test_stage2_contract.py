@@ -78,6 +78,9 @@ def test_metrics_are_averaged_from_lists_in_log() -> None:
 def test_sampler_hook_is_called_with_the_data_set_and_epoch_reaches_it() -> None:
     assert "sampler_fn=self._get_train_sampler" in source(Trainer.get_train_dataloader)
     assert "train_dataloader.set_epoch(epoch)" in source(Trainer._run_epoch)
+    assert "epoch=epoch,\n                train_dataloader=train_dataloader," in source(
+        Trainer._inner_training_loop
+    )
 
 
 def test_trainer_state_is_written_after_everything_that_resuming_needs() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -251,6 +252,46 @@ def test_settings_that_would_be_ignored_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, tag_tokenizer, Objective(), **overrides)
+
+
+class OneOfTwo(Stage2Trainer):
+    """Sees the batches that the first of two processes would, and notes their ids."""
+
+    def get_train_dataloader(self) -> Any:
+        return prepare_data_loader(
+            super().get_train_dataloader(), num_processes=2, process_index=0, put_on_device=False
+        )
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = [*getattr(self, "seen", []), inputs["input_ids"].tolist()]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+def test_a_process_of_several_resumes_within_a_later_epoch_in_its_order(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer, strategy: str
+) -> None:
+    def build() -> OneOfTwo:
+        settings = arguments(
+            tmp_path,
+            max_steps=14,  # 8 make an epoch
+            save_strategy="steps",
+            save_steps=10,
+            train_sampling_strategy=strategy,
+        )
+        return OneOfTwo(
+            tiny_model(),
+            settings,
+            objective=Objective(),
+            train_dataset=rows(64),
+            processing_class=tag_tokenizer.hf,
+        )
+
+    whole, resumed = build(), build()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert len(whole.seen) == 14 and whole.seen[10:] != whole.seen[2:6]
+    assert resumed.seen == whole.seen[10:]
 
 
 def test_lora_trains_the_adapter_only(tmp_path: Path, tag_tokenizer: ProtocolTokenizer) -> None:
