@@ -57,6 +57,8 @@ class ServerPool:
 
     Attributes:
         failovers: Requests that were sent again to another server, or again to the same.
+        takes_back: Whether a server that was left out is used again once it is healthy. Not where
+            its weights are more than an adapter: it may be a new process with those of its start.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ServerPool:
         self._changed = asyncio.Condition()
         self._watches: list[asyncio.Task[None]] = []
         self.failovers = 0
+        self.takes_back = True
 
     async def open(self) -> ServedModel:
         """Ask every server what it serves, and start to watch them.
@@ -138,9 +141,9 @@ class ServerPool:
                 member.in_flight -= 1
         raise BackendError(f"{attempts} attempts failed, the last one: {reason}") from reason
 
-    def is_up(self, url: str) -> bool:
-        """Whether a server is used at the moment."""
-        return any(member.is_up for member in self._members if member.server.url == url)
+    def left_out(self) -> list[str]:
+        """URLs of the servers that are not used at the moment."""
+        return [member.server.url for member in self._members if not member.is_up]
 
     def release(self, session: str) -> None:
         """Forget where a session was."""
@@ -219,6 +222,8 @@ class ServerPool:
         deadline = time.monotonic() + self._recovery_s
         while not (up := [member for member in self._members if member.is_up]):
             left = deadline - time.monotonic()
+            if not self.takes_back:
+                raise BackendError(f"no vllm server is left: {self._names()}")
             if left <= 0:
                 raise BackendError(
                     f"no vllm server is up since {self._recovery_s:g} s: {self._names()}"
@@ -257,7 +262,7 @@ class ServerPool:
         while True:
             if await member.server.is_healthy():
                 missed = 0
-                if not member.is_up:
+                if not member.is_up and self.takes_back:
                     await self._mark(member, is_up=True)
             else:
                 missed += 1
@@ -276,7 +281,10 @@ class ServerPool:
             member.lost.clear()
         else:
             logger.warning(
-                "vllm server %s is left out until it is healthy: %s", member.server.url, why
+                "vllm server %s is left out%s: %s",
+                member.server.url,
+                " until it is healthy" if self.takes_back else "",
+                why,
             )
             member.adapter = None  # it may come back as a new process
             member.lost.set()

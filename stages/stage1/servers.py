@@ -18,7 +18,7 @@ from rivet.tokenization import ProtocolTokenizer
 from stages.stage1.config import Stage1Config
 from stages.stage1.sampling import EngineSource
 from stages.stage1.training import Start
-from stages.stage1.weight_sync import AdapterSender, FullSender, WeightSync
+from stages.stage1.weight_sync import AdapterSender, FullSender, Sender, WeightSync
 
 _CANARY_PROBLEMS = 2
 _CANARY_LENGTH = 512
@@ -62,7 +62,11 @@ def weight_sync(
     """What keeps the servers at the trainer's weights; None with the local backend."""
     if args.backend != "vllm":
         return None
-    sender = AdapterSender(source, folder.path / "vllm") if args.use_peft else FullSender(urls)
+    sender: Sender
+    if args.use_peft:
+        sender = AdapterSender(source, folder.path / "vllm")
+    else:
+        sender = FullSender(source, urls)
     prompts = PromptBuilder(start.tokenizer, start.settings)
     texts = [
         canary(problem, prompts, start.tokenizer) for problem in start.problems[:_CANARY_PROBLEMS]

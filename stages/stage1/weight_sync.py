@@ -183,16 +183,31 @@ class FullSender:
     The servers need `--weight-transfer-config '{"backend": "nccl"}'` and VLLM_SERVER_DEV_MODE=1,
     as `rivet vllm --weight_transfer` sets them. Not measured: it needs GPUs.
 
+    A server that is lost is not used again, and the next send ends the run: started anew it has its
+    first weights and no link to the trainer, and NCCL would wait for it for ever.
+
     Args:
+        source: Holds the open backend.
         urls: The servers.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, source: EngineSource, urls: Sequence[str]) -> None:
+        self._pool = backend_of(source).pool
+        self._pool.takes_back = False
         self._urls = list(urls)
         self._links: list[Any] = []
 
     def send(self, trainer: Trainer, step: int) -> None:
-        """See `Sender`. Gathering weights that are spread over processes is collective."""
+        """See `Sender`. Gathering weights that are spread over processes is collective.
+
+        Raises:
+            WeightSyncError: A server was lost.
+        """
+        if lost := self._pool.left_out():
+            raise WeightSyncError(
+                f"step {step}: lost {', '.join(lost)}; expected every server that the run began "
+                "with: start it anew, then run the same command to go on"
+            )
         if not self._links:
             from trl.generation.vllm_generation import VLLMGeneration
 

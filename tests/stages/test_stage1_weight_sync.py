@@ -27,6 +27,7 @@ from stages.stage1.weight_sync import (
     FullSender,
     WeightSync,
     WeightSyncError,
+    backend_of,
     score,
 )
 
@@ -171,12 +172,29 @@ def test_no_process_goes_on_before_every_server_has_all_weights(
 ) -> None:
     happened: list[str] = []
     trainer = full_trainer(happened, monkeypatch)
-    FullSender(["http://a:1/v1", "http://b:1"]).send(trainer, 1)
-    assert happened == [
-        "weights to http://a:1 by 51216",
-        "weights to http://b:1 by 51217",
-        "barrier",
-    ]
+    with serving(FakeVLLM()) as source:
+        FullSender(source, ["http://a:1/v1", "http://b:1"]).send(trainer, 1)
+    sent = ["weights to http://a:1 by 51216", "weights to http://b:1 by 51217"]
+    assert happened == [*sent, "barrier"]
+
+
+def test_a_server_that_was_lost_ends_the_run_before_whole_weights_are_sent_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    trainer = full_trainer(happened, monkeypatch)
+
+    def break_off(model: str, ids: list[int]) -> list[float]:
+        raise ConnectionError
+
+    one, two = FakeVLLM(), FakeVLLM()
+    one.scores, two.scores = break_off, lambda model, ids: [0.0] * (len(ids) - 1)
+    with serving(one, two) as source:
+        sender = FullSender(source, [one.url, two.url])
+        source.call(backend_of(source).score([1, 2]))
+        with pytest.raises(WeightSyncError, match=f"step 2: lost {one.url}; expected every server"):
+            sender.send(trainer, 2)
+    assert happened == []
 
 
 def test_scores_are_log_probabilities_and_leave_the_model_as_it_was() -> None:

@@ -172,11 +172,30 @@ async def test_requests_wait_for_a_server_that_comes_back_and_gets_its_adapter_a
         await backend.use_adapter("step-1", "/one")
         await server.kill()
         waiting = asyncio.create_task(generate(backend))
-        await until(lambda: backend.pool.failovers > 0 or not backend.pool.is_up(server.url))
+        await until(lambda: backend.pool.failovers > 0 or backend.pool.left_out())
         await server.start()
         assert len((await waiting).ids) == 8
         assert server.adapters == {"step-1": "/one"}
         assert server.bodies[-1]["model"] == "step-1"
+
+
+async def test_a_server_of_whole_weights_that_comes_back_is_not_used_again(
+    tag_tokenizer: ProtocolTokenizer,
+) -> None:
+    async with FakeVLLM() as one, FakeVLLM() as two:
+        async with VLLMBackend([one.url, two.url], tag_tokenizer, **QUICK) as backend:
+            backend.pool.takes_back = False
+            await one.kill()
+            await asyncio.gather(*(generate(backend, seed=n) for n in range(4)))
+            assert backend.pool.left_out() == [one.url]
+            await one.start()
+            assert await backend.pool._members[0].server.is_healthy()
+            await asyncio.sleep(5 * QUICK["health_interval_s"])
+            await asyncio.gather(*(generate(backend, seed=n) for n in range(4)))
+            assert backend.pool.left_out() == [one.url] and not one.bodies
+            await two.kill()
+            with pytest.raises(BackendError, match="no vllm server is left"):
+                await generate(backend)
 
 
 async def test_a_server_that_was_started_anew_unnoticed_gets_its_adapter_again(
@@ -257,7 +276,7 @@ async def test_one_failed_request_takes_the_server_from_no_other(
         async with VLLMBackend([one.url, two.url], tag_tokenizer, **QUICK) as backend:
             await asyncio.gather(*(generate(backend, (5, n), max_new_tokens=2) for n in range(8)))
             assert backend.pool.failovers == 1
-            assert backend.pool.is_up(one.url)
+            assert backend.pool.left_out() == []
     prompts = [body["prompt"][1] for body in one.bodies + two.bodies]
     assert sorted(prompts) == [0, *range(8)]
 
