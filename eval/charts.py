@@ -69,10 +69,9 @@ def result_charts(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows:
             share = row.get(value)
             if share is not None:
-                low, high = bounds(row) or (share, share)
                 label = f"{row['checkpoint']} / {row['condition']}"
                 color = conditions.index(str(row["condition"]))
-                found.append(Bar(label, share, low, high, color))
+                found.append(Bar(label, share, bounds(row), color))
         return found
 
     charts = {

@@ -173,11 +173,12 @@ def _mean_interventions(rows: Sequence[Result]) -> str:
 
 
 def _mean_bars(rows: Iterable[Result], name: str = "arm") -> list[Bar]:
-    """Means over seeds with their 95% intervals, cut off at 0 and 1."""
+    """Means over seeds with their 95% intervals, cut off at 0 and 1; one seed has none."""
     bars = []
     for n, row in enumerate(rows):
-        mean, half = row["accuracy"], row.get("half_width") or 0.0
-        bars.append(Bar(str(row[name]), mean, max(0.0, mean - half), min(1.0, mean + half), n))
+        mean, half = row["accuracy"], row.get("half_width")
+        interval = None if half is None else (max(0.0, mean - half), min(1.0, mean + half))
+        bars.append(Bar(str(row[name]), mean, interval, n))
     return bars
 
 
@@ -211,7 +212,7 @@ def _accuracy(results: Sequence[Result]) -> str:
     charts = {}
     for family in families:
         bars = [
-            Bar(label_of(x), r["accuracy"], r["ci_low"], r["ci_high"], n)
+            Bar(label_of(x), r["accuracy"], (r["ci_low"], r["ci_high"]), n)
             for n, x in enumerate(results)
             for r in x["rows"]
             if r["family"] == family and r["condition"] == AS_TRAINED
@@ -227,14 +228,14 @@ def _interventions(results: Sequence[Result]) -> str:
         if len(rows) < 3:
             continue
         charts[f"{label_of(result)}: hard families"] = interval_chart(
-            [Bar(r["condition"], r["accuracy"], r["ci_low"], r["ci_high"]) for r in rows],
+            [Bar(r["condition"], r["accuracy"], (r["ci_low"], r["ci_high"])) for r in rows],
             label=f"{label_of(result)} under interventions",
         )
         experts = result.get("attention", {}).get("experts", [])
         for name in experts:
             part = [r for r in result["rows"] if r["condition"] == f"without {name}"]
             charts[f"{label_of(result)} without {name}"] = interval_chart(
-                [Bar(r["family"], r["accuracy"], r["ci_low"], r["ci_high"]) for r in part],
+                [Bar(r["family"], r["accuracy"], (r["ci_low"], r["ci_high"])) for r in part],
                 label=f"families without {name}",
             )
     return cards(charts)

@@ -30,14 +30,14 @@ class Bar:
 
     Attributes:
         label: Left of the row.
-        value, low, high: In [0, 1].
+        value: In [0, 1].
+        interval: Bounds in [0, 1] around it, at 95%; None where they are not known.
         color: Index in the palette.
     """
 
     label: str
     value: float
-    low: float
-    high: float
+    interval: Sequence[float] | None
     color: int = 0
 
 
@@ -133,7 +133,7 @@ def stacked_shares(series: Mapping[str, Points], *, label: str, x_label: str = "
 
 
 def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = ()) -> str:
-    """A dot with its interval per row, on a 0 to 100% axis."""
+    """A dot with its interval, if it has one, per row, on a 0 to 100% axis."""
     if not bars:
         return ""
     left, step = max(118, _label_width([bar.label for bar in bars])), 26
@@ -147,13 +147,18 @@ def interval_chart(bars: Sequence[Bar], *, label: str, legend: Sequence[str] = (
     body = [_percent_grid(at, _TOP, height - _BOTTOM)]
     for n, bar in enumerate(bars):
         y = _TOP + step * (n + 0.5)
-        text = f"{bar.label}: {bar.value:.1%}, 95% interval {bar.low:.1%} to {bar.high:.1%}"
+        text, whisker = f"{bar.label}: {bar.value:.1%}", ""
+        if bar.interval is not None:
+            low, high = bar.interval
+            text += f", 95% interval {low:.1%} to {high:.1%}"
+            whisker = (
+                f'<line class="whisker" x1="{at(low):.1f}" x2="{at(high):.1f}" '
+                f'y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
         body.append(
             f'<g class="c{bar.color % PALETTE}"><title>{escape(text)}</title>'
             f'<text class="tick" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{escape(_short(bar.label))}</text>"
-            f'<line class="whisker" x1="{at(bar.low):.1f}" x2="{at(bar.high):.1f}" '
-            f'y1="{y:.1f}" y2="{y:.1f}"/>'
+            f"{escape(_short(bar.label))}</text>{whisker}"
             f'<circle class="dot" cx="{at(bar.value):.1f}" cy="{y:.1f}" r="5"/>'
             f'<text class="value" x="{width - 4}" y="{y + 4:.1f}" text-anchor="end">'
             f"{bar.value:.1%}</text>"

@@ -45,11 +45,16 @@ def test_bars_are_as_long_as_their_shares() -> None:
 
 
 def test_an_interval_spans_its_bounds() -> None:
-    svg = svg_of(interval_chart([Bar("a", 0.5, 0.25, 1.0)], label="x"))
+    svg = svg_of(interval_chart([Bar("a", 0.5, (0.25, 1.0))], label="x"))
     whisker = svg.find("g/line")
     dot = float(svg.find("g/circle").attrib["cx"])
     left, right = float(whisker.attrib["x1"]), float(whisker.attrib["x2"])
     assert right - dot == pytest.approx(2 * (dot - left), abs=0.2)
+
+
+def test_a_share_without_an_interval_has_neither_a_whisker_nor_a_word_of_one() -> None:
+    svg = svg_of(interval_chart([Bar("a", 0.5, None)], label="x"))
+    assert svg.find("g/line") is None and svg.find("g/title").text == "a: 50.0%"
 
 
 def test_a_dot_stands_at_each_value_and_a_bar_at_their_mean() -> None:
@@ -118,7 +123,7 @@ def test_labels_are_escaped() -> None:
     for chart in (
         line_chart({bad: [(1, 1)], "b": [(1, 2)]}, label=bad),
         stacked_shares({bad: [(1, 1)], "b": [(1, 0)]}, label=bad),
-        interval_chart([Bar(bad, 0.5, 0.4, 0.6)], label=bad, legend=[bad, "b"]),
+        interval_chart([Bar(bad, 0.5, (0.4, 0.6))], label=bad, legend=[bad, "b"]),
         stacked_bars({bad: {bad: 1, "b": 2}}, label=bad),
         dot_chart([Dots(bad, {bad: 0.5})], label=bad),
         figure({bad: [Dots(bad, {bad: 0.5})]}, label=bad),
@@ -192,4 +197,5 @@ def test_phases_add_up_and_results_without_intervals_are_drawn() -> None:
     assert "3.5" in table and "total" in table
     assert phase_table([]) == ""
     row = {"checkpoint": "c", "condition": "local", "accuracy": 0.5, "ci_low": 0.4, "ci_high": 0.6}
-    assert "50.0%" in result_charts([row | {"well_formed": 0.9}])
+    chart = result_charts([row | {"well_formed": 0.9}])
+    assert "50.0%, 95% interval 40.0% to 60.0%<" in chart and "c / local: 90.0%<" in chart
