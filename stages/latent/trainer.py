@@ -5,7 +5,7 @@ faults, exact resume) is inherited. What is added, each held by a test:
 
 - `_forward` hands the experts' states to the policy and reads each prompt once for all its samples.
   A row's problem is known by its prompt, which no step between sampling and loss changes;
-- every sampled token has an entropy bonus, not only choices of an expert;
+- the entropy of every sampled token counts like an advantage, not only a choice of an expert;
 - theta and phi have their own learning rates, and theta may begin later;
 - attention is measured on the problems of each step.
 
@@ -27,6 +27,7 @@ from rivet.latent.prompts import LatentPrompts
 from rivet.latent.states import ExpertStates
 from stages.latent.config import LatentConfig
 from stages.latent.listener import Listener
+from stages.stage1.objective import loss_scale
 from stages.stage1.trainer import Stage1Trainer
 
 ADAPTER = "context_adapter"
@@ -101,8 +102,18 @@ class LatentTrainer(Stage1Trainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        bonus = self._latent.entropy / output["num_items_in_batch"]
-        output["entropy_weights"] = output["tool_mask"] * bonus
+        mask, num_items = output["tool_mask"], output["num_items_in_batch"]
+        lengths = mask.sum(1)
+        # A loss type divides the bonus by what it divides an advantage by.
+        scale = loss_scale(
+            self._loss_type,
+            lengths,
+            num_items,
+            self.accelerator.reduce((lengths > 0).sum(), reduction="sum").clamp(min=1),
+            self.max_completion_length or max(len(t.completion_ids) for t in self._batch),
+        )
+        bonus = scale.unsqueeze(1) * (self._latent.entropy / num_items)
+        output["entropy_weights"] = mask * bonus
         self._measure_attention([t.problem_id for t in self._batch])
         return output
 

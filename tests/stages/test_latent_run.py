@@ -202,6 +202,28 @@ def test_phi_alone_leaves_theta_untouched(world: Path, tmp_path: Path) -> None:
     assert changed and all("context_adapter" in name for name in changed)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "luspo"])
+def test_the_entropy_of_a_token_is_divided_by_what_its_advantage_is(
+    loss_type: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[dict[str, Any]] = []
+    original = LatentTrainer._compute_loss
+
+    def watched(self: LatentTrainer, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        parts.append(inputs)
+        return original(self, model, inputs)
+
+    monkeypatch.setattr(LatentTrainer, "_compute_loss", watched)
+    changes = {"loss_type": loss_type, "expert_loss": "paper", "max_steps": 1, "entropy": 0.5}
+    run_arm(latent_config(world, tmp_path / "run", **changes))
+    mask = torch.cat([part["tool_mask"] for part in parts])
+    rows = int(mask.any(1).sum())
+    assert rows < mask.sum()  # more tokens than rows
+    divisor = {"dapo": mask.sum(), "luspo": rows}[loss_type]
+    weights = torch.cat([part["entropy_weights"] for part in parts])
+    torch.testing.assert_close(weights, mask * 0.5 / divisor)
+
+
 @pytest.mark.parametrize("arm", ["single", "constant", "shuffled", "static", "one-expert"])
 @pytest.mark.slow
 def test_every_control_runs(arm: str, world: Path, tmp_path: Path) -> None:
