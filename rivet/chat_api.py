@@ -1,12 +1,19 @@
-"""The OpenAI chat API as our servers read it: bodies, messages, refusals in its error shape."""
+"""The OpenAI chat API as our servers read it: bodies, messages, refusals in its error shape.
+
+Also what a server does about clients that leave before they are answered.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from fastapi import Request
+
+T = TypeVar("T")
 
 
 class RequestError(Exception):
@@ -111,3 +118,22 @@ def check_model(fields: dict[str, Any], known: Any) -> str:
             code="model_not_found",
         )
     return model
+
+
+async def unless_gone(work: Awaitable[T], gone: Awaitable[None]) -> T | None:
+    """The result of `work`; None, and `work` is ended, if the client goes away before."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(gone)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def until_gone(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

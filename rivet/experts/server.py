@@ -20,7 +20,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rivet.chat_api import RequestError, check_model, message_texts, read_body, read_object
+from rivet.chat_api import (
+    RequestError,
+    check_model,
+    message_texts,
+    read_body,
+    read_object,
+    unless_gone,
+    until_gone,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
@@ -97,7 +105,7 @@ Expert = ExpertFunction | ChatModel
 def build_app(experts: Mapping[str, Expert]) -> FastAPI:
     """The web application that serves experts under their names as models."""
     from fastapi import FastAPI
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, Response
     from starlette.exceptions import HTTPException
 
     app = FastAPI(title="rivet experts", openapi_url=None)
@@ -116,7 +124,11 @@ def build_app(experts: Mapping[str, Expert]) -> FastAPI:
             expert = experts[question.model]
             if callable(expert):
                 return JSONResponse(answer_question(question, expert))
-            reply = await expert.complete(read_chat_question(fields, question.seed))
+            work = expert.complete(read_chat_question(fields, question.seed))
+            # A client that gave up asks again: the model must not go on with the first question.
+            reply = await unless_gone(work, until_gone(request))
+            if reply is None:
+                return Response(status_code=499)  # nobody reads it
             return JSONResponse(completion_body(question.model, reply))
         except RequestError as error:
             return JSONResponse(error.body, status_code=error.status)

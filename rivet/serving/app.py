@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from rivet import __version__
-from rivet.chat_api import RequestError, read_body
+from rivet.chat_api import RequestError, read_body, unless_gone, until_gone
 from rivet.serving.chat_request import read_chat_request
-from rivet.serving.completions import BUG, Completions, log_bug, unless_gone
+from rivet.serving.completions import BUG, Completions, log_bug
 from rivet.serving.gate import Full, Gate
 from rivet.serving.metrics import Metrics
 from rivet.serving.options import ServerOptions
@@ -215,7 +215,7 @@ class _Server:
                 events = self._completions.stream(asked, prompt, replies)
                 return _EventStream(events, held.pop_all(), asked.deadline_s + _READ_S)
             work = self._completions.whole(asked, prompt)
-            solutions = await unless_gone(work, _until_gone(request))
+            solutions = await unless_gone(work, until_gone(request))
         if solutions is None:
             raise ClientDisconnect
         return JSONResponse(replies.completion(solutions))
@@ -245,9 +245,3 @@ class _Server:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-
-async def _until_gone(request: Request) -> None:
-    """Return when the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

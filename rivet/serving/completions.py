@@ -6,9 +6,8 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from rivet.async_solver import Ask, AsyncSolver, ProblemError, Solution, SolverError, all_of
 from rivet.chat_api import RequestError
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 BUG = "the server has a bug; its log has the traceback"
 
-T = TypeVar("T")
 Prompt = tuple[int, ...]
 _Arrival = tuple[int, Piece | Solution]
 
@@ -183,16 +181,3 @@ def log_bug(error: Exception, *, logs_text: bool) -> None:
     frames = "".join(traceback.format_tb(error.__traceback__))
     what = f"{type(error).__name__}: {error}" if logs_text else type(error).__name__
     logger.error("a request met a bug of the server, %s:\n%s", what, frames)
-
-
-async def unless_gone(work: Awaitable[T], gone: Awaitable[None]) -> T | None:
-    """The result of `work`; None, and `work` is ended, if the client goes away before."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(gone)
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from rivet.experts.server import MAX_BODY_BYTES, READY_PREFIX, ServerError
+from rivet.experts.server import MAX_BODY_BYTES, READY_PREFIX, ServerError, build_app
 from rivet.experts.server_process import start_server
 
 # The child of these tests: two functions, one of which fails.
@@ -203,6 +204,44 @@ def test_questions_are_answered_at_the_same_time(running):
     for thread in threads:
         thread.join()
     assert statuses == [200] * 16
+
+
+class Endless:
+    """A chat model that never answers."""
+
+    ended = False
+
+    async def complete(self, question):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended = True
+            raise
+
+    async def aclose(self):
+        pass
+
+
+async def test_a_question_ends_with_the_client_that_asked_it():
+    model = Endless()
+    body = json.dumps(ask(model="endless")).encode()
+    arriving = iter(
+        [
+            {"type": "http.request", "body": body, "more_body": False},
+            {"type": "http.disconnect"},  # the client's time is up
+        ]
+    )
+
+    async def receive():
+        return next(arriving)
+
+    async def send(message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    app = build_app({"endless": model})
+    await asyncio.wait_for(app({**scope, "query_string": b""}, receive, send), timeout=60)
+    assert model.ended
 
 
 def _closes(port: int) -> bool:
