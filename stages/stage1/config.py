@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from trl import GRPOConfig
+from trl.import_utils import is_vllm_available
 
 from rivet.config import setting
 from rivet.rewards import CostTerm
@@ -325,11 +327,8 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
                 "(backend: vllm)"
             )
         self.check_backend()
-        if self.backend == "vllm" and not self.use_peft and not torch.cuda.is_available():
-            raise ValueError(
-                "backend is vllm and use_peft false; expected use_peft: true: all weights can be "
-                "sent to vLLM from a GPU only"
-            )
+        if self.backend == "vllm" and not self.use_peft:
+            self._check_whole_weights()
         if self.canary_tolerance is not None and self.canary_tolerance <= 0:
             raise ValueError(
                 f"canary_tolerance is {self.canary_tolerance}; expected above 0, or null"
@@ -343,4 +342,19 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
             raise ValueError(
                 f"eval_strategy is {self.eval_strategy!r}; expected no: use `rivet eval` on a "
                 "checkpoint"
+            )
+
+    def _check_whole_weights(self) -> None:
+        """All weights go by TRL's client, which says what it lacks when the run is under way."""
+        lacking = ""
+        if not torch.cuda.is_available():
+            lacking = "a GPU, from which alone they can be sent"
+        elif not is_vllm_available():
+            lacking = "vLLM in the trainer's own environment too, because TRL sends by its code"
+        elif os.environ.get("VLLM_API_KEY"):
+            lacking = "servers without a key, because TRL sends none (unset VLLM_API_KEY)"
+        if lacking:
+            raise ValueError(
+                "backend is vllm and use_peft false, so that all weights are sent; expected "
+                f"use_peft: true, or {lacking}"
             )

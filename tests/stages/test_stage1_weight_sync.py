@@ -213,7 +213,7 @@ def test_scores_are_log_probabilities_and_leave_the_model_as_it_was() -> None:
     ("changes", "message"),
     [
         ({"vllm_urls": ["http://x"]}, "vllm_urls is set, but backend is local"),
-        ({"backend": "vllm"}, "expected use_peft: true"),
+        ({"backend": "vllm"}, "expected use_peft: true, or a GPU"),
         ({"backend": "vllm", **LORA, "vllm_urls": ["http://x"], "vllm_args": ["-x"]}, "together"),
         ({"backend": "vllm", **LORA, "canary_tolerance": 0.0}, "canary_tolerance is 0.0"),
     ],
@@ -223,6 +223,21 @@ def test_settings_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         build_config(tmp_path, **changes)
+
+
+def test_what_whole_weights_need_is_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.stage1.config.torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("stages.stage1.config.is_vllm_available", lambda: False)
+    monkeypatch.setenv("VLLM_API_KEY", "secret-of-mine")
+    with pytest.raises(ValueError, match="or vLLM in the trainer's own environment"):
+        build_config(tmp_path, backend="vllm")
+    monkeypatch.setattr("stages.stage1.config.is_vllm_available", lambda: True)
+    with pytest.raises(ValueError, match="or servers without a key.*unset VLLM_API_KEY"):
+        build_config(tmp_path, backend="vllm")
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert not build_config(tmp_path, backend="vllm").use_peft
 
 
 def test_a_recipe_names_the_backend_and_its_servers(tmp_path: Path) -> None:
