@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from datetime import datetime
 
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer, TokenizerError
@@ -26,6 +27,14 @@ _EXPERTS = (
     'is needed in the request; the reply comes in <reply name="NAME">...</reply>. Experts:'
 )
 _PLAIN = "Solve the problem. Put the final answer in \\boxed{...}."
+
+
+def strftime_fixed(form: str) -> str:
+    """What a chat template that asks for today's date gets: one day, so that prompts never change.
+
+    It is the one that Llama 3.2's template falls back on.
+    """
+    return datetime(2024, 7, 26).strftime(form)
 
 
 class PromptBuilder:
@@ -113,7 +122,7 @@ class PromptBuilder:
         messages.append({"role": "user", "content": _MARKER})
         text = str(
             self._tokenizer.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, strftime_now=strftime_fixed
             )
         )
         if text.count(_MARKER) != 1:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rivet.latent.policy_config import LatentPolicyConfig
 from rivet.latent.states import ProblemStates
+from rivet.prompts import strftime_fixed
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Reading = Literal["plain", "chat"]
@@ -184,7 +185,8 @@ class FrozenExpert:
         facts = asdict(self.spec) | {"layers": list(self.spec.layers), "width": self.width}
         # Where it lies does not matter, what it is does.
         facts = {k: v for k, v in facts.items() if k not in ("name", "path", "revision")}
-        return facts | {"fingerprint": self.fingerprint()}
+        frame = {"before": self._before, "after": self._after}
+        return facts | frame | {"fingerprint": self.fingerprint()}
 
     @torch.no_grad()
     def read(self, problems: Sequence[str], *, batch_size: int = 32) -> ProblemStates:
@@ -254,7 +256,10 @@ class FrozenExpert:
                 "reading: plain"
             )
         text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARKER}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": _MARKER}],
+            tokenize=False,
+            add_generation_prompt=True,
+            strftime_now=strftime_fixed,
         )
         if text.count(_MARKER) != 1:
             raise ExpertError(

@@ -56,6 +56,20 @@ def test_a_chat_expert_reads_its_template_and_problems_cannot_forge_control_toke
     assert expert.tokenizer.decode(ids).endswith("assistant\n")
 
 
+def test_an_expert_reads_the_same_every_day_and_what_stands_around_a_problem_names_its_states() -> (
+    None
+):
+    tokenizer, models = build_tokenizer(["<|im_start|>", "<|im_end|>"], []), []
+    for date in ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024", "27 Jul 2024"):
+        tokenizer.hf.chat_template = date + " {{ messages[0]['content'] }} ="
+        spec = ExpertSpec("e", "here", reading="chat")
+        models.append(FrozenExpert(spec, tiny_llama(len(tokenizer.hf)), tokenizer.hf))
+    today, same, other = models
+    assert today.encode("3") == same.encode("3")
+    tokenizer.hf.chat_template = "one for all"  # the digest of the tokenizer then is the same
+    assert today.identity() == same.identity() != other.identity()
+
+
 def test_an_expert_in_bfloat16_gives_bfloat16_states_that_join_others(tmp_path: Path) -> None:
     model = make()
     model.model.save_pretrained(tmp_path)
