@@ -1,7 +1,7 @@
 """Runs the server: opens the port first, then the model, and leaves in good order.
 
 SIGTERM or Ctrl-C stops accepting and finishes every request that was accepted; a second Ctrl-C ends
-them.
+them. While the model still opens, either ends the server at once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rivet.async_solver import AsyncSolver
 from rivet.experts.server import READY_PREFIX, ServerError
+from rivet.interrupt import terminable
 from rivet.serving.options import ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def serve(
     listener = _listen(host, port)
     try:
         solver = make_solver()
-        with _quiet_signals():
+        with terminable():  # while the solver opens; uvicorn has its own handlers
             asyncio.run(_serve(solver, options, listener, host, parent_pid))
     finally:
         listener.close()
@@ -64,7 +66,13 @@ def serve(
 
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it once more, when everything is closed in order."""
+    """uvicorn raises the signal that stopped it once more, when everything is closed in order.
+
+    Outside the main thread neither it nor this takes signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     signals = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in signals}
     try:
@@ -121,7 +129,8 @@ async def _serve(
         print(f"{READY_PREFIX}{bound}", flush=True)
         print(f"model {options.model}: http://{shown}:{bound}/ and /v1", flush=True)
         try:
-            await server.serve(sockets=[listener])
+            with _quiet_signals():
+                await server.serve(sockets=[listener])
         finally:
             watch.cancel()
     if not server.force_exit:

@@ -183,6 +183,46 @@ def test_a_stopped_server_finishes_what_it_accepted_and_takes_nothing_new(tmp_pa
         process.communicate()
 
 
+# Opens for ever; says when it began and whether it was closed in order.
+OPENING = """
+import asyncio
+from rivet.serving.options import ServerOptions
+from rivet.serving.run import serve
+
+class Opening:
+    async def __aenter__(self):
+        try:
+            print("opening", flush=True)
+            await asyncio.sleep(600)
+        finally:
+            print("closed", flush=True)
+
+    async def __aexit__(self, *_):
+        pass
+
+serve(Opening, ServerOptions("m"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_still_opens_can_be_stopped(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OPENING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "opening\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert out == "closed\n" and "KeyboardInterrupt" in err and process.returncode != 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_taken_port_is_named_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
