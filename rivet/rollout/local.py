@@ -85,6 +85,8 @@ class LocalBackend:
         self._released: list[str] = []
         self._epoch = 0
         self._is_closed = False
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._thread: threading.Thread | None = None
 
     async def __aenter__(self) -> LocalBackend:
@@ -131,6 +133,7 @@ class LocalBackend:
                 raise BackendError("the backend is closed")
             self._start()
             self._arrived.append(call)
+            self._is_idle.clear()
             self._condition.notify()
         try:
             return await call.future
@@ -150,6 +153,13 @@ class LocalBackend:
         """
         with self._condition:
             self._epoch += 1
+
+    async def idle(self) -> None:
+        """Wait until no call is under way; the model is as its owner left it then.
+
+        A cancelled call ends with the step that it is part of: wait before the model is used.
+        """
+        await asyncio.to_thread(self._is_idle.wait)
 
     async def close(self) -> None:
         """Stop the thread; calls under way fail with `BackendError`. Closing twice is fine."""
@@ -183,11 +193,13 @@ class LocalBackend:
             self._deliver()
         self._fail("the backend was closed")
         self._deliver()
+        self._is_idle.set()
 
     def _collect(self) -> bool:
         """Take what has arrived; wait if there is nothing to do. False if closed."""
         with self._condition:
             while not (self._arrived or self._waiting or self._active or self._is_closed):
+                self._is_idle.set()
                 self._condition.wait()
             arrived, self._arrived = self._arrived, []
             released, self._released = self._released, []

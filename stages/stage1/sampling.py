@@ -114,7 +114,10 @@ class EngineSource:
         if isinstance(backend, LocalBackend):
             backend.reset()
         gate = asyncio.Semaphore(_MAX_IN_FLIGHT)
-        return await _all([self._until_mixed(choices, gate) for choices in groups])
+        tried = await _all([self._until_mixed(choices, gate) for choices in groups])
+        if isinstance(backend, LocalBackend):
+            await backend.idle()  # late rollouts leave the model within a step, the trainer's own
+        return tried
 
     async def _until_mixed(
         self, choices: Sequence[Sequence[Asked]], gate: asyncio.Semaphore

@@ -203,11 +203,13 @@ class Stage2Trainer(SFTTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = list(COLUMNS)
 
-    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> None:
+    def _run_epoch(
+        self, model: Any, epoch: int, train_dataloader: Any, *rest: Any, **named: Any
+    ) -> None:
         # Within a resumed epoch the trainer wraps the loader to skip batches, and with several
         # processes what it tells the wrapper of the epoch no longer reaches the sampler.
         train_dataloader.set_epoch(epoch)
-        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **rest)
+        super()._run_epoch(model, epoch, train_dataloader, *rest, **named)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,22 +87,40 @@ def test_the_engine_samples_from_the_adapter_that_is_trained(tmp_path: Path) -> 
     assert [line["sampling/logp_difference"] for line in logged] == pytest.approx([0] * 3, abs=1e-4)
 
 
-def test_the_engines_context_holds_the_longest_completion() -> None:
+def source_over(model: Any, length: int, **changes: Any) -> Any:
+    """What samples from a model, completions of so many tokens at most."""
     plain = build_tokenizer()
     plain.chat_template = "{{ messages[0].content }}"
-    model = build_model()
-    model.config.max_position_embeddings = 40_960
-    settings = ProtocolSettings("bare", "", (), RolloutLimits(max_completion_length=8192))
-    with engine_source(
+    return engine_source(
         model,
         ProtocolTokenizer(plain),
-        settings,
+        ProtocolSettings("bare", "", (), RolloutLimits(max_completion_length=length)),
         [],
         batch_size=8,
         temperature=1.0,
         seed=0,
         cost=CostTerm(),
-    ) as source:
+        **changes,
+    )
+
+
+def test_a_late_rollout_gives_the_model_back_before_the_trainer_goes_on() -> None:
+    model = build_model().train()
+
+    def take_longer_than_a_rollout_may(*_: Any) -> None:
+        threading.Event().wait(0.5)
+
+    model.lm_head.register_forward_pre_hook(take_longer_than_a_rollout_may)
+    with source_over(model, 12, deadline_s=0.05) as source:
+        (late,) = source.sample([Asked(Problem("p0", "1", "4", "tests"), 0, 0)])
+        assert model.training
+    assert late.fault == "late:deadline"
+
+
+def test_the_engines_context_holds_the_longest_completion() -> None:
+    model = build_model()
+    model.config.max_position_embeddings = 40_960
+    with source_over(model, 8192) as source:
         assert source._runner.engine.max_context == 8192 + 2048
 
 

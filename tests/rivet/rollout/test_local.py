@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -493,6 +494,32 @@ async def test_training_mode_is_restored_before_the_result_arrives(
         await sample(backend, [1, 2, 3])
         assert [m.training for m in model.modules()] == before
     assert seen and not any(seen)
+
+
+async def test_a_cancelled_call_gives_the_model_back_before_the_backend_is_idle(
+    tag_tokenizer, build_model
+) -> None:
+    model = build_model(tag_tokenizer).train()
+    attention = model.config._attn_implementation
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        is_inside.set()
+        may_go_on.wait(60)
+
+    model.lm_head.register_forward_pre_hook(hold)
+    async with LocalBackend(model, tag_tokenizer) as backend:
+        await backend.idle()
+        call = asyncio.create_task(sample(backend, [1, 2, 3]))
+        await asyncio.to_thread(is_inside.wait)
+        call.cancel()
+        waiting = asyncio.create_task(backend.idle())
+        await asyncio.wait([call, waiting], timeout=0.1)
+        assert call.cancelled() and not waiting.done() and not model.training
+        may_go_on.set()
+        await waiting
+        assert model.training and model.config._attn_implementation == attention
+        assert (await sample(backend, [1, 2, 3])).ids
 
 
 async def test_the_head_reads_no_strided_view(qwen3, tag_tokenizer) -> None:
