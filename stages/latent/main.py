@@ -4,7 +4,7 @@
 
     OUTPUT_DIR/full/          the run of the arm (`stages.latent.run`)
     OUTPUT_DIR/shuffled/      and of each of its controls
-    OUTPUT_DIR/results.json   all of them
+    OUTPUT_DIR/results.json   all of them, those of earlier commands as well
     OUTPUT_DIR/report.html    accuracies, attention, entropy and reward
 
 An interrupted command goes on where it was; a finished arm is not run again.
@@ -13,7 +13,6 @@ An interrupted command goes on where it was; a finished arm is not run again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.latent_report import write_latent_report
+from eval.results_file import RESULTS_FILE, read_json, stage_of
 from rivet.config import ConfigError, parse_config
 from rivet.files import atomic_write_json
-from rivet.runs import RunDirError, RunFinishedError
+from rivet.runs import FINISHED_FILE, RunDirError, RunFinishedError
 from stages.latent.config import LatentConfig, arm_folder
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
     """Run the arm and its controls, or what is left of them.
 
     Returns:
-        The results of each, in order.
+        The results of each, in order, and then of other arms that are finished in the folder.
 
     Raises:
         ConfigError: A control cannot have these settings; nothing has started.
@@ -43,7 +43,7 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir)
-    arms, faults, results = [], [], []
+    arms, faults = [], []
     for arm in [config.arm, *config.controls]:
         try:
             expert = config.expert if arm == config.arm else ""
@@ -57,11 +57,24 @@ def run(config: LatentConfig) -> list[dict[str, Any]]:
             f"{folder}: a run folder already, whose results would be lost; expected a folder for "
             "the arms: choose another"
         )
+    done: list[dict[str, Any]] = []
+    others = _finished(folder, besides=[arm_folder(arm_config) for arm_config in arms])
     for arm_config in arms:
-        results.append(finished_or_run(arm_config))
-        atomic_write_json(folder / "results.json", {"arms": results})
+        done.append(finished_or_run(arm_config))
+        atomic_write_json(folder / RESULTS_FILE, {"arms": done + others})
     write_latent_report(folder)
-    return results
+    return done + others
+
+
+def _finished(folder: Path, *, besides: Sequence[str]) -> list[dict[str, Any]]:
+    """Results of the arms that other commands have finished in a folder."""
+    return [
+        read_json(path)
+        for path in sorted(folder.glob(f"*/{RESULTS_FILE}"))
+        if path.parent.name not in besides
+        and path.with_name(FINISHED_FILE).is_file()
+        and stage_of(path.parent) == "latent"
+    ]
 
 
 def with_arm(config: LatentConfig, folder: Path, **changes: Any) -> LatentConfig:
@@ -76,14 +89,13 @@ def with_arm(config: LatentConfig, folder: Path, **changes: Any) -> LatentConfig
 
 def finished_or_run(config: LatentConfig) -> dict[str, Any]:
     """Results of an arm, which is run if it is not finished."""
-    from stages.latent.run import RESULTS, run_arm
+    from stages.latent.run import run_arm
 
     try:
         return run_arm(config)
     except RunFinishedError:
         logger.info("%s is finished", config.output_dir)
-        path = Path(str(config.output_dir)) / RESULTS
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(Path(str(config.output_dir)) / RESULTS_FILE)
 
 
 def arms_table(results: Sequence[Mapping[str, Any]]) -> Table:
@@ -125,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(arms_table(results))
     for result in results:
         print(f"{name_of(result)}: {result['cpu_s']:.0f} CPU s, {result['wall_s']:.0f} s")
-    print(f"results: {Path(str(config.output_dir)) / 'results.json'}")
+    print(f"results: {Path(str(config.output_dir)) / RESULTS_FILE}")
     print(f"report:  {Path(str(config.output_dir)) / 'report.html'}")
     return 0
 

@@ -20,10 +20,12 @@ from eval.report import main as report
 from rivet.config import ConfigError, load_config
 from rivet.grading import Grade, Grader, Request
 from rivet.latent.states import ExpertStates, ProblemStates
+from rivet.runs import RunDir
 from rivet.trajectory import Segment, Trajectory
 from stages.latent.config import LatentConfig
 from stages.latent.evaluate import ENTROPIES, correlations
 from stages.latent.listener import Listener
+from stages.latent.main import run as run_latent
 from stages.latent.source import LatentSource, Sampling
 from stages.latent.specialists import SPECIALISTS, completion_loss, word_tokenizer
 from stages.latent.study import LatentStudyConfig, gates, mean_rows, run, summary, table
@@ -345,6 +347,26 @@ def test_a_study_writes_down_arms_that_fail_after_the_last_success_or_without_an
     page = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
     assert "late ran out of luck" in page
     assert not (tmp_path / "study" / "finished.json").exists()
+
+
+def test_another_arm_in_the_same_folder_joins_the_results_of_those_that_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(config: LatentConfig) -> dict[str, Any]:
+        found = {**study_runs()[0], "arm": config.arm}
+        with RunDir.open(str(config.output_dir), config, stage="latent") as run_dir:
+            run_dir.write_json("results.json", found)
+            run_dir.finish({})
+        return found
+
+    monkeypatch.setattr("stages.latent.run.run_arm", finish)
+    for arm, controls in (("full", ["single"]), ("static", []), ("single", [])):
+        config = {"arm": arm, "controls": controls, "output_dir": str(tmp_path)}
+        run_latent(load_config(LatentConfig, str(RECIPES / "latent_mini.yaml"), **config))
+    arms = [x["arm"] for x in json.loads((tmp_path / "results.json").read_text())["arms"]]
+    assert arms == ["single", "full", "static"]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(arm in page for arm in arms)
 
 
 def test_specialists_tokenize_the_same_text_differently() -> None:
