@@ -40,7 +40,7 @@ from stages.export_licences import Licences, find_licences
 from stages.export_push import check_repo_id, describe_push, push
 from stages.export_verify import ExportError, verify
 from stages.measurements import ResultRow, check_measured_on, read_results
-from stages.model_card import ModelFacts, TrainingRun, write_card
+from stages.model_card import ModelFacts, TrainingRun, is_ours, write_card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_repo_id(config.push)
     is_made = _is_export(Path(config.checkpoint)) and "output_dir" not in parsed.given
     folder = Path(config.checkpoint if is_made else config.output_dir)
+    if is_made and config.push:
+        _check_bare_push(folder, parsed.given)
     if is_dry:
         print(_describe(folder, config))
         return 0
@@ -193,6 +195,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_bare_push(folder: Path, given: frozenset[str]) -> None:
+    ignored = sorted(given - {"checkpoint", "push", "private"})
+    if ignored:
+        raise ConfigError(
+            [
+                f"{name}: has no effect: {folder} is an export already and is pushed as it is; "
+                "expected it left out, or --to for a new export"
+                for name in ignored
+            ]
+        )
+
+
 def _describe(folder: Path, config: ExportConfig) -> str:
     if _is_export(folder):
         return describe_push(folder, config.push, private=config.private)
@@ -203,7 +217,7 @@ def _describe(folder: Path, config: ExportConfig) -> str:
 
 
 def _is_export(folder: Path) -> bool:
-    return (folder / FILE_NAME).is_file() and (folder / "README.md").is_file()
+    return (folder / FILE_NAME).is_file() and is_ours(folder / "README.md")
 
 
 def run(config: ExportConfig) -> Path:
@@ -334,10 +348,13 @@ def _load(weights: Path, config: ExportConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     check_weights(weights)
+    base = config.base_model or _base_of(weights)
     try:
-        return AutoModelForCausalLM.from_pretrained(weights, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model.load_adapter(str(weights))
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{weights}: cannot be loaded with its base: {error}") from error
+        raise CheckpointError(f"{weights}: cannot be loaded with {base!r}: {error}") from error
+    return model.eval()
 
 
 def _adapter_of(source: Path) -> Path:
@@ -363,7 +380,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     """An export replaces an export, and only when told to."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (target / FILE_NAME).is_file() or not (target / "README.md").is_file():
+    if not _is_export(target):
         raise ExportError(f"{target}: exists and is no export of ours; choose another output_dir")
     if not overwrite:
         raise ExportError(

@@ -95,7 +95,8 @@ def with_protocol(tokenizer: ProtocolTokenizer, settings: ProtocolSettings) -> s
     system = PromptBuilder(tokenizer, settings).system_message("local")
     if not system:
         return template
-    literal = json.dumps(system)  # Jinja reads the escapes of JSON
+    # Jinja reads JSON's escapes of quotes and line ends, but not its surrogate pairs.
+    literal = json.dumps(system, ensure_ascii=False)
     message = f"{{'role': 'system', 'content': {literal}}}"
     return (
         "{%- if messages and messages[0]['role'] != 'system' %}"

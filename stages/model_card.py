@@ -20,6 +20,7 @@ from stages.measurements import ResultRow
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
+TAG = "rivet"  # in the metadata of every card of ours
 PLACEHOLDER = "PATH_TO_THIS_FOLDER"  # a push puts the repository's name there
 
 
@@ -94,7 +95,7 @@ def write_card(
         **licence_data(facts.licences),
         library_name="peft" if facts.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["rivet", "math", "tool-use", "expert-distillation"],
+        tags=[TAG, "math", "tool-use", "expert-distillation"],
         model_name=facts.name if expected else None,
         eval_results=expected or None,
         metrics=["accuracy"] if expected else None,
@@ -116,6 +117,18 @@ def write_card(
     if [r.metric_value for r in parsed] != [r.metric_value for r in expected]:
         raise ValueError(f"{path}: the card's model-index does not read back as written")
     return path
+
+
+def is_ours(card: Path) -> bool:
+    """Whether a file is the card of an export; PEFT puts a `README.md` into each adapter, too."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
+    try:
+        tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags
+    except (OSError, ValueError, YAMLError):
+        return False
+    return TAG in (tags or [])
 
 
 def _by_benchmark(results: Sequence[ResultRow]) -> list[ResultRow]:

@@ -33,7 +33,7 @@ from rivet.latent.sampling import pad_left
 from rivet.settings import ProtocolSettings
 from stages.export_files import write_licence
 from stages.export_licences import Licences, find_licences
-from stages.model_card import licence_data, licence_section
+from stages.model_card import TAG, licence_data, licence_section
 
 if TYPE_CHECKING:
     from stages.export import ExportConfig
@@ -128,7 +128,7 @@ def card(policy: LatentPolicy, name: str, licences: Licences, results: Mapping[s
     data = ModelCardData(
         **licence_data(licences),
         library_name="transformers",
-        tags=["rivet", "latent-collaboration"],
+        tags=[TAG, "latent-collaboration"],
     )
     parameters = sum(p.numel() for p in policy.parameters())
     adapter = policy.model.context_adapter

@@ -543,6 +543,54 @@ def test_an_adapter_can_be_exported_alone(
     assert card.data.library_name == "peft" and "LoRA adapter" in card.text
 
 
+def test_an_adapter_is_exported_with_the_base_that_was_named_instead_of_its_own(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer
+) -> None:
+    adapted, source = adapter(tmp_path, tag_tokenizer)
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    target = export.run(
+        ExportConfig(
+            checkpoint=str(source),
+            output_dir=str(tmp_path / "out"),
+            adapter_only=True,
+            base_model=str(moved),
+            base_license="mit",
+            verify_problems=1,
+            verify_tokens=4,
+        )
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert torch.equal(logits_of(loaded, tag_tokenizer), logits_of(adapted, tag_tokenizer))
+
+
+def test_an_adapter_of_a_run_is_no_export_though_peft_gives_it_a_card(
+    tmp_path: Path, tag_tokenizer: ProtocolTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    pushed = []
+    monkeypatch.setattr(export, "push", lambda folder, *_, **__: pushed.append(folder))
+    _, source = adapter(tmp_path, tag_tokenizer)
+    assert (source / "README.md").is_file() and (source / "rivet.json").is_file()
+    with pytest.raises(ExportError, match="no export of ours"):
+        export.run(ExportConfig(checkpoint=str(source), output_dir=str(source), overwrite=True))
+    monkeypatch.chdir(tmp_path)
+    export.main([str(source), "--push", "me/mine", "--base_license", "mit"])
+    assert pushed == [Path("exports/controller")] and Path(pushed[0], "config.json").is_file()
+
+
+def test_settings_that_a_push_of_an_export_would_ignore_are_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "verify", unverified)
+    monkeypatch.setattr(export, "push", lambda *_, **__: pytest.fail("it was pushed"))
+    made = export.run(ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / "out")))
+    asked = [str(made), "--push", "me/mine", "--license", "mit", "--private", "true"]
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(ConfigError, match=r"license: has no effect: .*out is an export") as one:
+            export.main([*asked, *more])
+        assert "private: " not in str(one.value)
+
+
 def test_whole_weights_have_no_adapter_to_export(checkpoint: Path, tmp_path: Path) -> None:
     config = ExportConfig(
         checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"), adapter_only=True
@@ -675,7 +723,8 @@ def test_large_weights_are_sharded(
 
 @pytest.mark.parametrize("prompt", ["bare", "instruct"])
 def test_the_template_asks_as_rivet_does(prompt: Any, qwen_tokenizer: ProtocolTokenizer) -> None:
-    settings = ProtocolSettings(prompt=prompt, experts=(ExpertCard("calc", 'sums "exactly"'),))
+    card = ExpertCard("calc", 'sums "exactly", \U0001d465\u2208\u211d \\ and \U0001f9ee')
+    settings = ProtocolSettings(prompt=prompt, experts=(card,))
     template = with_protocol(qwen_tokenizer, settings)
     rendered = qwen_tokenizer.hf.apply_chat_template(
         [{"role": "user", "content": "1 + 1"}],

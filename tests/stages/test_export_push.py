@@ -14,7 +14,7 @@ from stages import export
 from stages.export_push import PushError, describe_push, push
 
 FILES = {
-    "README.md": b"---\nlicense: apache-2.0\n---\n# m\n",
+    "README.md": b"---\nlicense: apache-2.0\ntags: [rivet]\n---\n# m\n",
     "config.json": b"{}",
     "model-00001-of-00002.safetensors": b"\x00" * 3000,
     "model-00002-of-00002.safetensors": b"\x01" * 2000,
