@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from html import escape
 
 from eval.page import asset
+from eval.ticks import tick_labels, ticks
 
 MAX_POINTS = 400  # per line: more cannot be told apart at this size
 PALETTE = 8  # classes c0 to c7 in chart.css
 _WIDTH, _HEIGHT = 400, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 12, 10, 32
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 32
 _LABEL = 40  # characters of a row's label that are shown
 
 Points = Sequence[tuple[float, float]]
@@ -268,20 +269,6 @@ def moving_average(points: Points) -> list[tuple[float, float]]:
     return smooth
 
 
-def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers between two bounds, about `count` of them; `whole` takes integers only."""
-    span = high - low
-    if not span > 0 or not math.isfinite(span):
-        return [low]
-    raw = span / count
-    magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
-    if whole:
-        step = max(1.0, math.ceil(step))
-    first = math.ceil(low / step - 1e-9)
-    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
 def _frame(series: Mapping[str, Points], is_share: bool) -> _Frame:
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
@@ -296,17 +283,20 @@ def _frame(series: Mapping[str, Points], is_share: bool) -> _Frame:
 def _axes(frame: _Frame, is_share: bool, x_label: str) -> str:
     bottom = _HEIGHT - _BOTTOM
     parts = []
-    for value in ticks(frame.y0, frame.y1):
+    values = ticks(frame.y0, frame.y1)
+    names = [f"{value:.0%}" for value in values] if is_share else tick_labels(values)
+    for value, name in zip(values, names, strict=True):
         y = frame.y(value)
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{_number(value, is_share)}</text>"
+            f"{name}</text>"
         )
-    for value in ticks(frame.x0, frame.x1, whole=True):
+    values = ticks(frame.x0, frame.x1, whole=True)
+    for value, name in zip(values, tick_labels(values), strict=True):
         parts.append(
             f'<text class="tick" x="{frame.x(value):.1f}" y="{bottom + 15}" '
-            f'text-anchor="middle">{_number(value, False)}</text>'
+            f'text-anchor="middle">{name}</text>'
         )
     parts.append(
         f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>'
@@ -384,19 +374,17 @@ def _mark(frame: _Frame, x: float, what: str) -> str:
 
 
 def _point(frame: _Frame, name: str, x: float, y: float, color: int, is_share: bool) -> str:
-    text = f"{name}, {x:g}: {_number(y, is_share, digits=3)}"
+    text = f"{name}, {x:g}: {_value(y, is_share)}"
     return (
         f'<circle class="hover c{color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4">'
         f"<title>{escape(text)}</title></circle>"
     )
 
 
-def _number(value: float, is_share: bool, digits: int = 2) -> str:
+def _value(value: float, is_share: bool) -> str:
     if is_share:
-        return f"{value:.1%}" if digits > 2 else f"{value:.0%}"
-    if abs(value) < 1e-12:
-        return "0"
-    return f"{value:.{digits + 1}g}" if abs(value) < 10_000 else f"{value:.1e}"
+        return f"{value:.1%}"
+    return f"{value:z,.0f}" if value == round(value) or abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _legend(names: Sequence[str], classes: Sequence[str] = ()) -> str:

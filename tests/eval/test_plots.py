@@ -20,8 +20,8 @@ from eval.plots import (
     moving_average,
     stacked_bars,
     stacked_shares,
-    ticks,
 )
+from eval.ticks import tick_labels, ticks
 
 
 def svg_of(chart: str) -> ElementTree.Element:
@@ -146,6 +146,37 @@ def test_steps_are_marked_in_whole_numbers() -> None:
     assert ticks(0, 80, whole=True) == [0, 20, 40, 60, 80]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (10.01, 10.03, "10.010 10.015 10.020 10.025 10.030"),
+        (0.9990, 0.9996, "0.9990 0.9992 0.9994 0.9996"),
+        (0, 1, "0 0.2 0.4 0.6 0.8 1.0"),
+        (-0.5, 0.6, "-0.50 -0.25 0 0.25 0.50"),
+        (0, 3000, "0 1,000 2,000 3,000"),
+        (0, 250_000, "0 50,000 100,000 150,000 200,000 250,000"),
+        (0, 2e6, "0 5.0e+05 1.0e+06 1.5e+06 2.0e+06"),
+        (1e-6, 3e-6, "1.0e-06 1.5e-06 2.0e-06 2.5e-06 3.0e-06"),
+        (5, 5, "5"),
+        (0, 0, "0"),
+    ],
+)
+def test_labels_of_ticks_tell_neighbours_apart(low: float, high: float, labels: str) -> None:
+    assert tick_labels(ticks(low, high)) == labels.split()
+    assert len(tick_labels([1e15, 1e15])) == 2  # closer than a float can tell
+
+
+def test_an_axis_and_its_points_show_large_and_close_values_in_full() -> None:
+    chart = line_chart(
+        {"loss": [(500, 10.01), (1000, 10.02), (1500, 12345.0), (2000, -0.0)]}, label="x"
+    )
+    svg = svg_of(chart)
+    shown = [text.text for text in svg.findall("text")]
+    assert {"500", "1,000", "1,500", "5,000", "10,000"} <= set(shown) and "e+" not in chart
+    titles = [c.find("title").text.partition(": ")[2] for c in svg.findall("circle")]
+    assert titles == ["10.01", "10.02", "12,345", "0"]
+
+
 def test_the_moving_average_keeps_constants_and_slopes() -> None:
     assert [y for _, y in moving_average([(n, 3.0) for n in range(100)])] == [3.0] * 100
     line = moving_average([(n, 2.0 * n) for n in range(100)])
@@ -187,7 +218,7 @@ def test_the_step_of_an_alarm_is_marked_in_every_panel_of_its_stage() -> None:
     assert [svg.count('class="mark"') for svg in charts] == [1, 1, 0]
     # Where step 6 is, between the frame's left side at step 0 and its right side at step 8.
     (mark,) = (e for e in svg_of(charts[0]).findall("line") if e.get("class") == "mark")
-    assert mark.get("x1") == mark.get("x2") == "301.5"
+    assert mark.get("x1") == mark.get("x2") == "304.0"
 
 
 def test_phases_add_up_and_results_without_intervals_are_drawn() -> None:
