@@ -154,11 +154,11 @@ def run(config: ServeConfig) -> None:
 
 def options_of(config: ServeConfig) -> ServerOptions:
     """The server's options as the settings have them."""
-    from rivet.serving.run import LOOPBACK_NAMES, is_loopback
+    from rivet.serving.run import LOOPBACK_NAMES, is_loopback, name_in_url
 
     hosts = tuple(name.lower() for name in config.allowed_hosts)
     if hosts or is_loopback(config.host):
-        hosts = (*LOOPBACK_NAMES, *hosts)
+        hosts = (*LOOPBACK_NAMES, name_in_url(config.host).lower(), *hosts)
     return ServerOptions(
         model=config.name or Path(config.checkpoint).resolve().name,
         max_concurrent=config.max_concurrent,

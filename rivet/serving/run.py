@@ -35,6 +35,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def name_in_url(host: str) -> str:
+    """An address as URLs and the Host header of requests have it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def serve(
     make_solver: Callable[[], AsyncSolver],
     options: ServerOptions,
@@ -125,9 +130,8 @@ async def _serve(
         server = uvicorn.Server(config)
         watch = asyncio.create_task(_stop_with_parent(server, parent_pid))
         bound = listener.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
         print(f"{READY_PREFIX}{bound}", flush=True)
-        print(f"model {options.model}: http://{shown}:{bound}/ and /v1", flush=True)
+        print(f"model {options.model}: http://{name_in_url(host)}:{bound}/ and /v1", flush=True)
         try:
             with _quiet_signals():
                 await server.serve(sockets=[listener])

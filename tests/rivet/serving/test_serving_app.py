@@ -15,6 +15,7 @@ from fake_solver import PIECES, FakeSolver
 
 from rivet.serving.app import build_app
 from rivet.serving.options import ServerOptions
+from stages.serve import ServeConfig, options_of
 
 AS_JSON = {"Content-Type": "application/json"}
 SURROGATES = rb'{"model": "m", "messages": [], "\ud800": 1}'
@@ -207,6 +208,16 @@ async def test_wrong_requests_get_a_4xx_in_the_apis_shape(
         response = await http.request(method, path, **kwargs)
     assert response.status_code == status
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "0:0:0:0:0:0:0:1"])
+async def test_a_server_takes_requests_to_the_address_that_it_listens_on(host: str) -> None:
+    options = options_of(ServeConfig("m", host=host))
+    shown = f"[{host}]" if ":" in host else host
+    async with client(FakeSolver(), hosts=options.hosts) as http:
+        for name, status in ((shown, 200), ("localhost", 200), ("evil.example", 421)):
+            response = await http.get("/health", headers={"Host": f"{name}:8000"})
+            assert response.status_code == status
 
 
 async def test_with_a_key_only_health_and_the_page_are_open() -> None:
