@@ -162,13 +162,16 @@ def check_checkpoint(
     return opened
 
 
-def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> PreTrainedModel:
+def load_model(
+    folder: Path, *, dtype: Dtype = "auto", base_model: str = "", **init: Any
+) -> PreTrainedModel:
     """The controller of a checkpoint, in evaluation mode, on the CPU; an adapter is merged.
 
     Args:
         folder: From `find_checkpoint`.
         dtype: Number format of the weights; `auto` keeps theirs.
         base_model: Folder or Hub name that an adapter belongs to; empty: what the adapter names.
+        **init: Further arguments of `from_pretrained`.
 
     Raises:
         CheckpointError: It is broken, incomplete, or no causal language model.
@@ -181,9 +184,9 @@ def load_model(folder: Path, *, dtype: Dtype = "auto", base_model: str = "") -> 
     torch_dtype: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if is_adapter(folder):
-            return _load_merged(folder, base_model, torch_dtype).eval()
+            return _load_merged(folder, base_model, dtype=torch_dtype, **init).eval()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch_dtype, output_loading_info=True
+            folder, dtype=torch_dtype, output_loading_info=True, **init
         )
     except CheckpointError:
         raise
@@ -214,7 +217,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def _load_merged(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel:
+def _load_merged(folder: Path, base_model: str, **init: Any) -> PreTrainedModel:
     """Base model plus adapter."""
     from peft import PeftConfig, PeftModel
     from transformers import AutoModelForCausalLM
@@ -222,7 +225,7 @@ def _load_merged(folder: Path, base_model: str, dtype: Any) -> PreTrainedModel:
     base = base_model or PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
     if not base:
         raise CheckpointError(f"{folder}: the adapter names no base model; set --base_model")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(base, **init)
     return merge_adapter(PeftModel.from_pretrained(model, str(folder)))
 
 

@@ -61,7 +61,7 @@ def load_controller(folder: str, args: TrainingArguments) -> PreTrainedModel:
     given = getattr(args, "model_init_kwargs", None)
     arguments = {"dtype": "float32", **(given if isinstance(given, dict) else {})}
     if is_adapter(Path(folder)):
-        return load_model(Path(folder), dtype=arguments["dtype"])
+        return load_model(Path(folder), **arguments)
     return AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
+from rivet.checkpoints import is_adapter
 from rivet.config import setting
 from rivet.rewards import CostTerm
 from rivet.rollout.backend_settings import BackendSettings
@@ -269,6 +271,11 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
             raise ValueError(
                 f"beta is {self.beta} with loss_type {self.loss_type!r}; expected 0, since the KL "
                 f"term is divided by tokens here, or a loss_type among {', '.join(_BY_TOKENS)}"
+            )
+        if self.beta and not self.use_peft and is_adapter(Path(self.model)):
+            raise ValueError(
+                f"beta is {self.beta} and {self.model} an adapter; expected 0, use_peft: true, or "
+                "merged weights (`rivet export`): the reference would be the adapter's base"
             )
         for name, expected in _NOT_BY_TOKEN.items():
             if getattr(self, name) != expected:

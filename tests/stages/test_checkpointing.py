@@ -32,6 +32,21 @@ def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
         load_controller(str(tmp_path), args)
 
 
+def test_arguments_of_the_model_reach_that_of_an_adapter(tmp_path: Path) -> None:
+    base = build_model()
+    base.save_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    args: Any = SimpleNamespace(
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "eager"}
+    )
+    model = load_controller(str(tmp_path), args)
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("is_spread", [False, True])
 def test_every_saved_checkpoint_ends_its_turn_as_the_base_does(
     tmp_path: Path, is_spread: bool

@@ -564,6 +564,15 @@ def test_impossible_settings_are_refused(
         build_config(tmp_path, **changes)
 
 
+def test_a_reference_that_would_lack_the_adapter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    start: dict[str, Any] = {"model": str(tmp_path)}
+    with pytest.raises(ValueError, match="beta is 0.1 and .* an adapter; expected 0, use_peft"):
+        build_config(tmp_path, beta=0.1, **start)
+    build_config(tmp_path, beta=0.1, use_peft=True, **start)  # its reference is the merged model
+    build_config(tmp_path, **start)
+
+
 def test_a_preset_is_one_word_and_knobs_go_on_top(tmp_path: Path) -> None:
     assert build_config(tmp_path, expert_loss="paper").objective() == preset("paper")
     changed = build_config(tmp_path, expert_loss="luffy", expert_negative=0.0).objective()
