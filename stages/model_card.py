@@ -215,19 +215,26 @@ prompt = tokenizer.apply_chat_template(
 ids = model.generate(**prompt, stop_strings=["</python>"], tokenizer=tokenizer)
 print(tokenizer.decode(ids[0, prompt.input_ids.shape[1]:]))
 ```
-
-**With vLLM**, which rivet then asks for tokens:
-
-```bash
-rivet vllm {place} --port 8100          # vLLM with the settings that rivet needs
-rivet serve {place} --vllm http://127.0.0.1:8100
-```
-
+{_with_vllm(facts)}
 {prompt} The completion is made of `<think>`, `<expert>`, `<reply>`, `<python>`, `<output>` and
 `<answer>` spans. Whoever samples from it without rivet must stop at `</python>`, run the code in a
 sandbox and append `<output>...</output>`; an `<output>` that the model writes itself is made up.
 `rivet.json` holds the version of the protocol ({settings.protocol_version}) and the limits of a
 trajectory: {limits.max_completion_length} tokens, {limits.max_code_runs} programs."""
+
+
+def _with_vllm(facts: ModelFacts) -> str:
+    """How vLLM serves it; empty for an adapter, of which `rivet vllm` wants the whole weights."""
+    if facts.is_adapter:
+        return ""
+    return f"""
+**With vLLM**, which rivet then asks for tokens:
+
+```bash
+rivet vllm {facts.place} --port 8100          # vLLM with the settings that rivet needs
+rivet serve {facts.place} --vllm http://127.0.0.1:8100
+```
+"""
 
 
 def licence_data(licences: Licences) -> dict[str, Any]:

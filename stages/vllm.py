@@ -19,7 +19,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rivet.rollout import vllm_guard
 from rivet.rollout.backend import BackendError
@@ -41,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         BackendError: There is no vLLM, or the port is taken.
         rivet.checkpoints.CheckpointError: The folder is no checkpoint, or an adapter.
     """
-    from rivet.checkpoints import find_checkpoint
+    from rivet.hub import local_checkpoint
     from rivet.rollout.vllm_open import server_settings
     from rivet.settings import ProtocolSettings
 
     arguments, rest = _parser().parse_known_args(argv)
-    folder = find_checkpoint(Path(arguments.model))
+    folder = local_checkpoint(arguments.model)
     settings = server_settings(
         folder,
         dtype=arguments.dtype,
@@ -105,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a checkpoint with vLLM. Other arguments are passed on to vLLM.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="checkpoint or run folder")
+    parser.add_argument("model", help="checkpoint or run folder, or a model on the Hub")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (8000)")
     parser.add_argument("--host", default=HOST, help=f"address to listen on ({HOST})")
     parser.add_argument("--dtype", default="auto", help="number format; auto keeps the weights'")

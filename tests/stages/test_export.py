@@ -171,6 +171,7 @@ def test_an_export_holds_everything_and_gives_the_same_logits(
     assert len(card.data.eval_results) == 2  # the warm checkpoint's row is not this model's
     assert "| two sums | local | 63.3 | 59.3 to 66.3 | 600 | 98.0 |" in card.text
     assert "| stage2 |" in card.text and "| 3 |" in card.text
+    assert "```\n\n**With vLLM**" in card.text and "```\n\nThe prompt is" in card.text
 
 
 def test_an_adapter_is_merged(
@@ -541,6 +542,7 @@ def test_an_adapter_can_be_exported_alone(
     assert torch.equal(logits_of(loaded, tag_tokenizer), logits_of(original, tag_tokenizer))
     card = ModelCard.load(target / "README.md")
     assert card.data.library_name == "peft" and "LoRA adapter" in card.text
+    assert "vllm" not in card.text  # which wants whole weights
 
 
 def test_an_adapter_is_exported_with_the_base_that_was_named_instead_of_its_own(

@@ -71,6 +71,21 @@ def test_a_port_that_is_taken_is_refused() -> None:
             check_port("127.0.0.1", port)
 
 
+def test_a_model_on_the_hub_is_served_as_its_card_says(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", {"me/mine": str(checkpoint)}.get)
+    monkeypatch.setattr("stages.vllm.find_python", lambda: Path(sys.executable))
+    monkeypatch.setattr("stages.vllm.set_environment", lambda: None)
+    monkeypatch.setattr("stages.vllm._announce", lambda *_: None)
+    monkeypatch.setattr(
+        "stages.vllm.vllm_guard.run", lambda command, **_: commands.append(command) or 0
+    )
+    assert main(["me/mine", "--port", "0"]) == 0
+    assert str(checkpoint) in commands[0]
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         main([str(tmp_path / "nothing")])
