@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 # What the method is held to, in shares of held-out problems.
 BEATS_CONTROLS, RL_ADDS, NO_GAIN, CONTROL_LEVEL = 0.2, 0.15, 0.05, 0.1
 
+Case = tuple[str, str]  # condition and family
+Accuracies = dict[Case, dict[int, float]]  # by seed
+
 
 @dataclass
 class LatentStudyConfig:
@@ -127,10 +130,9 @@ def summary(
     order: Sequence[str],
 ) -> dict[str, Any]:
     """Rows with means over seeds, the claims, and correlations."""
-    rows = mean_rows(runs, order)
     return {
-        "rows": rows,
-        "gates": gates(rows, runs),
+        "rows": mean_rows(runs, order),
+        "gates": gates(runs),
         "correlations": {
             name: [run["correlations"] for run in runs if run["name"] == name]
             for name in order
@@ -168,56 +170,77 @@ def mean_rows(runs: Sequence[Mapping[str, Any]], order: Sequence[str]) -> list[d
     ]
 
 
-def gates(
-    rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def gates(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The claims that the method is held to, as far as the runs so far can say.
 
-    The best setting of a control counts as that control, which favours it.
+    Arms are compared over the seeds that both have. The best setting of a control counts as that
+    control, which favours it.
 
     Returns:
         Rows with `claim`, `value`, `bound` and `holds`.
     """
     arm_of = {run["name"]: run["arm"] for run in runs}
-    value = {(r["arm"], r["condition"], r["family"]): r["accuracy"] for r in rows}
     full = next((name for name, arm in arm_of.items() if arm == "full"), None)
-    controls = {
-        kind: max(value[name, AS_TRAINED, HARD] for name in names)
-        for kind in UNINFORMED
-        if (names := [n for n, a in arm_of.items() if a == kind and (n, AS_TRAINED, HARD) in value])
-    }
-    if full is None or (full, AS_TRAINED, HARD) not in value:
+    ours, as_trained = _accuracies(runs, full), (AS_TRAINED, HARD)
+    if as_trained not in ours:
         return []
-    best = value[full, AS_TRAINED, HARD]
+    controls: dict[str, list[Accuracies]] = {}
+    for name, arm in arm_of.items():
+        if arm in UNINFORMED:
+            controls.setdefault(arm, []).append(_accuracies(runs, name))
     found = [
         _gate(f"full beats {kind} on the hard families by", best - other, ">=", BEATS_CONTROLS)
-        for kind, other in controls.items()
+        for kind in UNINFORMED
+        for best, other in _closest(ours, as_trained, controls.get(kind, []))
     ]
-    if controls:
-        level = max(controls.values()) + CONTROL_LEVEL
-        shuffled = value[full, SHUFFLED, HARD]
+    everyone = [control for settings in controls.values() for control in settings]
+    if pairs := _means(ours, (SHUFFLED, HARD), everyone):
+        shuffled, other = max(pairs, key=lambda pair: pair[1])
+        level = other + CONTROL_LEVEL
         found.append(_gate("full, shuffled at evaluation, falls to", shuffled, "<=", level))
-    warm = value[full, WARM, HARD]
-    found.append(_gate("RL adds to the warm start", best - warm, ">=", RL_ADDS))
-    for (arm, condition, family), masked in value.items():
-        if arm == full and condition == f"without {family}":
-            share = masked / max(value[full, AS_TRAINED, family], 1e-9)
+    mean = {case: statistics.mean(seeds.values()) for case, seeds in ours.items()}
+    gain = mean[as_trained] - mean[WARM, HARD]
+    found.append(_gate("RL adds to the warm start", gain, ">=", RL_ADDS))
+    for (condition, family), masked in mean.items():
+        if condition == f"without {family}":
+            share = masked / max(mean[AS_TRAINED, family], 1e-9)
             found.append(_gate(f"without {family}, left of its own family", share, "<=", 0.5))
-    found += _saturation(value, full, [n for n, a in arm_of.items() if a == "single"])
+    # Experts add nothing where the policy alone is right already.
+    found += [
+        _gate("full gains on the saturated family at most", best - other, "<=", NO_GAIN)
+        for best, other in _closest(ours, (AS_TRAINED, "reading"), controls.get("single", []))
+    ]
     return found
 
 
-def _saturation(
-    value: Mapping[tuple[str, str, str], float], full: str, singles: Sequence[str]
-) -> list[dict[str, Any]]:
-    """That experts add nothing where the policy alone is right already."""
-    known = [
-        value[n, AS_TRAINED, "reading"] for n in singles if (n, AS_TRAINED, "reading") in value
-    ]
-    if not known or (full, AS_TRAINED, "reading") not in value:
-        return []
-    gain = value[full, AS_TRAINED, "reading"] - max(known)
-    return [_gate("full gains on the saturated family at most", gain, "<=", NO_GAIN)]
+def _accuracies(runs: Sequence[Mapping[str, Any]], name: str | None) -> Accuracies:
+    """What an arm has by condition and family, and then by seed."""
+    found: Accuracies = {}
+    for run in runs:
+        for row in run["rows"] if run["name"] == name else ():
+            case = found.setdefault((row["condition"], row["family"]), {})
+            case[run["seed"]] = row["accuracy"]
+    return found
+
+
+def _means(
+    ours: Accuracies, case: Case, controls: Sequence[Accuracies]
+) -> list[tuple[float, float]]:
+    """Ours in a case and a control's as trained, over their common seeds, of each that has some."""
+    pairs = []
+    for control in controls:
+        a, b = ours.get(case, {}), control.get((AS_TRAINED, case[1]), {})
+        if common := a.keys() & b.keys():
+            mine, theirs = (statistics.mean(x[seed] for seed in common) for x in (a, b))
+            pairs.append((mine, theirs))
+    return pairs
+
+
+def _closest(
+    ours: Accuracies, case: Case, controls: Sequence[Accuracies]
+) -> list[tuple[float, float]]:
+    """Of these pairs the one with the smallest difference; none where there is no pair."""
+    return sorted(_means(ours, case, controls), key=lambda pair: pair[0] - pair[1])[:1]
 
 
 def _gate(claim: str, value: float, relation: str, bound: float) -> dict[str, Any]:
