@@ -84,9 +84,11 @@ class ScriptedEngine:
         self.fault = fault
         self.before = before
         self.asked: Counter[str] = Counter()
+        self.requests: list[RolloutRequest] = []
 
     async def rollout(self, request: RolloutRequest) -> Trajectory:
         """One scripted trajectory."""
+        self.requests.append(request)
         self.before(self.asked.total())
         fault = self.fault(request, self.asked[request.id])
         self.asked[request.id] += 1

@@ -32,6 +32,7 @@ from rivet.experts.config import ExpertsFileError
 from rivet.experts.pool import ExpertsUnavailableError
 from rivet.experts.types import ExpertReply
 from rivet.prompts import PromptBuilder
+from rivet.rollout.backend import SamplingParams
 from rivet.rollout.types import RolloutLimits
 from rivet.runs import RunDirError, RunFinishedError
 from rivet.settings import ExpertCard, ProtocolSettings, SettingsError
@@ -157,6 +158,14 @@ def test_an_evaluation_of_a_real_checkpoint_covers_every_condition(
     )
     files = {p.name for p in (tmp_path / "run" / "local").iterdir()}
     assert files == {"results.json", "scores.json", "trajectories"}
+
+
+def test_the_controller_samples_as_the_settings_say(
+    scripted_runtime, problems_file, tmp_path
+) -> None:
+    run(config_of(tmp_path, problems_file, temperature=0.7, top_p=0.9, top_k=5))
+    requests = scripted_runtime[0].requests
+    assert requests and {r.sampling for r in requests} == {SamplingParams(0.7, 0.9, 5)}
 
 
 def test_a_finished_evaluation_is_replaced_only_when_told(

@@ -18,7 +18,9 @@ from untrained import write_untrained
 from data.miniworld.tasks import build_split
 from rivet.config import load_config
 from rivet.experts.config import ExpertsFileError
-from rivet.rollout.types import RolloutLimits
+from rivet.rollout.backend import SamplingParams
+from rivet.rollout.engine import RolloutEngine
+from rivet.rollout.types import RolloutLimits, RolloutRequest
 from rivet.runs import RunFinishedError
 from rivet.store import TrajectoryStore
 from rivet.trajectory import Trajectory
@@ -71,6 +73,22 @@ def test_rows_depend_on_seed_and_problem_alone(
     assert [t.completion_ids for t in rows(tmp_path / "again")] == [
         t.completion_ids for t in rows(collected)
     ]
+
+
+def test_the_controller_samples_as_the_settings_say(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+    rollout = RolloutEngine.rollout
+
+    async def noted(engine: RolloutEngine, request: RolloutRequest) -> Trajectory:
+        asked.append(request.sampling)
+        return await rollout(engine, request)
+
+    monkeypatch.setattr(RolloutEngine, "rollout", noted)
+    settings = settings_of(model, tmp_path / "run", temperature=0.7, top_p=0.9, top_k=5, limit=3)
+    run(load_config(CollectConfig, None, **settings))
+    assert asked == 3 * [SamplingParams(0.7, 0.9, 5)]
 
 
 def test_finished_collection_is_not_replaced_unless_told(collected: Path, model: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage1_world import PROBLEMS, ScriptedSource, build_tokenizer, run, scripted
+from stage1_world import PROBLEMS, ScriptedSource, build_config, build_tokenizer, run, scripted
 
 from rivet.grading.verdict import Grade
 from rivet.rewards import CostTerm
@@ -194,6 +194,9 @@ class FakeBackend(LocalBackend):
     def reset(self) -> None:
         self.resets += 1
 
+    async def idle(self) -> None:
+        """Nothing is ever under way."""
+
 
 class FakeEngine:
     """Answers by problem; `slow` problems wait for `done` others first."""
@@ -261,6 +264,14 @@ def test_a_group_goes_on_to_its_next_choice_while_others_are_under_way() -> None
     assert {request.deadline_s for request in engine.requests} == {7.0}
     assert engine.backend.resets == 1
     assert [t.problem_id for t in source.sample(ask(0, 1))] == ["p0"] * G + ["p1"] * G
+
+
+def test_the_cost_of_asking_is_taken_off_right_answers(tmp_path: Path) -> None:
+    config = build_config(tmp_path, cost_per_call=0.1, cost_per_usd=2.0, max_cost=0.25)
+    assert config.cost() == CostTerm(per_call=0.1, per_usd=2.0, max_cost=0.25)
+    source = build_source(FakeEngine({}, waits={}), cost=CostTerm(per_call=0.1))
+    # Every scripted rollout asks once; every other one is right.
+    assert [t.reward for t in source.sample(ask(0))] == [0.9, 0.0, 0.9, 0.0]
 
 
 def test_a_problem_that_does_not_fit_is_named_before_anything_is_sampled() -> None:

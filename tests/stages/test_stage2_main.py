@@ -31,6 +31,7 @@ from stages.stage2 import training
 from stages.stage2.config import Stage2Config
 from stages.stage2.dataset import read_dataset
 from stages.stage2.main import Stage2Error, prepare_dataset, run
+from stages.stage2.objective import Objective
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,29 @@ def settings_of(inputs: Path, output: Path, **overrides: Any) -> dict[str, Any]:
 
 def config_of(inputs: Path, output: Path, **overrides: Any) -> Stage2Config:
     return load_config(Stage2Config, None, **settings_of(inputs, output, **overrides))
+
+
+def test_the_settings_are_the_objective(inputs: Path, tmp_path: Path) -> None:
+    config = config_of(
+        inputs,
+        tmp_path,
+        controller_weight=0.5,
+        expert_weight=0.25,
+        format_weight="focal",
+        format_alpha=5.0,
+        route_weight=8.0,
+        train_reply_tags=False,
+        normalization="tokens",
+    )
+    assert config.objective() == Objective(
+        controller=0.5,
+        expert=0.25,
+        format_weight="focal",
+        format_alpha=5.0,
+        route=8.0,
+        train_reply_tags=False,
+        normalization="tokens",
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -313,6 +337,13 @@ def test_folder_without_rivet_json_is_no_checkpoint(inputs: Path, tmp_path: Path
         ({"auto_find_batch_size": True}, "auto_find_batch_size is true; expected false"),
         ({"packing": True, "max_length": None}, "max_length is null; expected the length"),
         ({"max_length": 0}, "max_length is 0; expected at least 1"),
+        (
+            {
+                "packing": True,
+                "model_init_kwargs": {"attn_implementation": "kernels-community/flash-attn2"},
+            },
+            "flash-attn2' with packing; expected sdpa",
+        ),
         ({"loss_type": "dft"}, "loss_type is 'dft'; expected 'nll'"),
         ({"padding_free": True}, "padding_free is True; expected False"),
         ({"train_sampling_strategy": "sorted"}, "'sorted'; expected one of group_by_length"),

@@ -7,14 +7,17 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fake_solver import PIECES, FakeSolver
 
+from rivet.config import ConfigError
 from rivet.serving.app import build_app
 from rivet.serving.options import ServerOptions
+from rivet.serving.run import LOOPBACK_NAMES
 from stages.serve import ServeConfig, options_of
 
 AS_JSON = {"Content-Type": "application/json"}
@@ -218,6 +221,45 @@ async def test_a_server_takes_requests_to_the_address_that_it_listens_on(host: s
         for name, status in ((shown, 200), ("localhost", 200), ("evil.example", 421)):
             response = await http.get("/health", headers={"Host": f"{name}:8000"})
             assert response.status_code == status
+
+
+def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "  ")
+    for variable in ("MY_KEY", "UNSET_KEY", ""):
+        with pytest.raises(ConfigError, match=r"host: 0\.0\.0\.0 can be reached by others"):
+            ServeConfig("m", host="0.0.0.0", api_key_env=variable)
+        assert ServeConfig("m", api_key_env=variable).api_key == ""
+    monkeypatch.setenv("MY_KEY", "s3cret\n")
+    assert options_of(ServeConfig("m", host="0.0.0.0", api_key_env="MY_KEY")) == ServerOptions(
+        "m", api_key="s3cret", hosts=()
+    )
+
+
+def test_the_server_is_told_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIVET_API_KEY", "s3cret")
+    config = ServeConfig(
+        "exports/m",
+        name="controller",
+        allowed_hosts=["Math.Example"],
+        max_concurrent=3,
+        max_queue=0,
+        deadline_s=7.0,
+        max_body_bytes=99,
+        content="boxed",
+        log_text=True,
+    )
+    assert options_of(config) == ServerOptions(
+        "controller",
+        max_concurrent=3,
+        max_queue=0,
+        deadline_s=7.0,
+        max_body_bytes=99,
+        content="boxed",
+        api_key="s3cret",
+        hosts=(*LOOPBACK_NAMES, "127.0.0.1", "math.example"),
+        logs_text=True,
+    )
+    assert options_of(replace(config, name="")).model == "m"
 
 
 async def test_with_a_key_only_health_and_the_page_are_open() -> None:
