@@ -1,8 +1,10 @@
 """SQLite files that several processes write at the same time and that survive a kill.
 
-In WAL mode a commit is whole or absent, whatever kills the process. A commit is not forced to the
-disk one by one, so a power failure may lose the last ones, never the file. WAL needs a local disk:
-network file systems do not share its memory.
+A commit is whole or absent, whatever kills the process. On a disk of this machine SQLite is in WAL
+mode: a commit is not forced to the disk one by one, so a power failure may lose the last ones,
+never the file. WAL needs memory that all processes share, which a network file system does not give
+them. There SQLite keeps a rollback journal, relies on the file system's locks alone, and forces
+each commit to the disk, which takes hundreds of times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 _BUSY_S = 30.0
+# Of one machine, for certain. What is not known gets the journal that works everywhere.
+_LOCAL_FILE_SYSTEMS = frozenset(
+    "apfs bcachefs btrfs ext2 ext3 ext4 f2fs hfs ntfs overlay tmpfs ufs xfs zfs".split()
+)
 
 
 class DatabaseError(RuntimeError):
@@ -41,7 +49,7 @@ class Database:
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._connection = _connect(str(path))
-                _enter_wal_mode(self._connection)
+                _set_journal(self._connection, is_local=is_on_local_disk(path.parent))
                 with self.writing():
                     found = self._version()
                     if not found:
@@ -98,8 +106,8 @@ class Database:
             if type(error) is sqlite3.DatabaseError:  # and no subclass: damaged, or no database
                 remedy += ", or remove the file to start a new one"
             raise DatabaseError(
-                f"{self.path}: {error}; expected a database that this rivet wrote, on a local disk "
-                f"with room: {remedy}"
+                f"{self.path}: {error}; expected a database that this rivet wrote, on a disk with "
+                f"room and locks: {remedy}"
             ) from error
 
 
@@ -124,12 +132,22 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _enter_wal_mode(connection: sqlite3.Connection) -> None:
-    """Switch to WAL; while another process does the same, SQLite refuses instead of waiting."""
+def is_on_local_disk(folder: Path) -> bool:
+    """Whether a folder lies on a file system of this machine alone, as far as is known."""
+    folder = folder.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if folder.is_relative_to(m.mountpoint)]
+    # The longest path is the one in effect; of two at the same place the later one.
+    mounts.sort(key=lambda mount: len(mount.mountpoint))
+    return bool(mounts) and mounts[-1].fstype.lower() in _LOCAL_FILE_SYSTEMS
+
+
+def _set_journal(connection: sqlite3.Connection, *, is_local: bool) -> None:
+    """Choose the mode; while another process does the same, SQLite refuses instead of waiting."""
+    mode = "WAL" if is_local else "TRUNCATE"
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_mode = {mode}")
             break
         except sqlite3.OperationalError:
             if time.monotonic() > deadline:

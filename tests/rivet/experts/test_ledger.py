@@ -88,23 +88,33 @@ except BudgetExceededError:
 """
 
 
-def start(folder: Path, limit: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", CHILD, str(folder), str(limit)]
+ON_A_NETWORK = """
+import rivet.experts.database
+rivet.experts.database.is_on_local_disk = lambda folder: False
+"""
+
+
+def start(folder: Path, limit: int, before: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", before + CHILD, str(folder), str(limit)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
 
-def test_processes_share_one_budget_exactly_and_a_kill_loses_nothing(tmp_path):
-    limit = 3000
-    processes = [start(tmp_path, limit) for _ in range(3)]
+@pytest.mark.parametrize(
+    ("limit", "before"), [(3000, ""), (60, ON_A_NETWORK)], ids=["local", "network"]
+)
+def test_processes_share_one_budget_exactly_and_a_kill_loses_nothing(tmp_path, limit, before):
+    processes = [start(tmp_path, limit, before) for _ in range(3)]
     victim = processes[0]
+    lines: list[list[str]] = []
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.close()
-        lines = [[process.stdout.readline()] for process in processes]
+            # Asked at once: without a WAL, who writes without pause leaves others no turn for long.
+            lines += [[victim.stdout.readline()] if process is victim else []]
         victim.send_signal(signal.SIGKILL)
         for process, seen in zip(processes, lines, strict=True):
             seen += process.stdout.read().splitlines(keepends=True)
