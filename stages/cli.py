@@ -14,9 +14,11 @@ import difflib
 import importlib
 import logging
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 # Command -> (module with `main(argv) -> int`, one line for `rivet --help`), in the usual order.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -45,6 +47,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("stages.doctor", "say what this machine has and lacks, and how to get it"),
     "experts": ("stages.experts", "serve the scripted experts, or check an experts file"),
 }
+# Enough; a hard limit can be a thousand million, and there are programs that walk through it.
+_OPEN_FILES = 65536
 OUR_PACKAGES = ("rivet", "stages", "eval", "data", "sandbox")
 
 
@@ -76,7 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rivet: unknown command {command!r}{hint} (see `rivet --help`)", file=sys.stderr)
         return 2
     set_up_logging()
+    raise_file_limit()
     return _run(command, rest, debug)
+
+
+def raise_file_limit() -> None:
+    """Let the process open as many files as it may.
+
+    The usual 1024 are fewer than a thousand rollouts have connections to servers and experts and
+    pipes to programs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with suppress(ValueError, OSError):  # some systems have a lower limit that they do not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def set_up_logging() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import subprocess
 import sys
 import types
@@ -80,6 +81,20 @@ def test_the_commands_exit_code_is_passed_on(command: Callable) -> None:
     assert seen == [["a.yaml", "--steps", "3"]]
     command(raising(SystemExit(2)))
     assert cli.main(["stage1"]) == 2
+
+
+def test_a_command_may_open_as_many_files_as_the_hard_limit_allows(command: Callable) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen = []
+    command(lambda argv: seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)) or 0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        assert cli.main(["stage1"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    ((soft, hard),) = seen
+    assert hard == before[1]
+    assert soft == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)) > 512
 
 
 @pytest.mark.parametrize(
