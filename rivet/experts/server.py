@@ -3,8 +3,8 @@
 It serves `/v1/models`, `/v1/chat/completions` (with `usage`) and `/health` on the loopback
 interface only, so that the demo and the tests talk to experts exactly as they would to a provider.
 What the experts are is the caller's business: functions from request text and seed to reply text,
-whose `usage` counts words and signs, or chat models (`rivet.experts.local_model`), which count
-their own tokens. No streaming.
+which several threads may call at once and whose `usage` counts words and signs, or chat models
+(`rivet.experts.local_model`), which count their own tokens. No streaming.
 
 `rivet.experts.server_process` runs it as a child process.
 """
@@ -123,7 +123,8 @@ def build_app(experts: Mapping[str, Expert]) -> FastAPI:
             question = read_question(fields, experts)
             expert = experts[question.model]
             if callable(expert):
-                return JSONResponse(answer_question(question, expert))
+                # In a thread: a function that takes its time keeps nobody else waiting.
+                return JSONResponse(await asyncio.to_thread(answer_question, question, expert))
             work = expert.complete(read_chat_question(fields, question.seed))
             # A client that gave up asks again: the model must not go on with the first question.
             reply = await unless_gone(work, until_gone(request))
