@@ -50,7 +50,26 @@ def test_the_module_level_function_grades():
     assert grade(r"\boxed{B}", "B", "choice").is_right
 
 
-def test_async_grading_runs_beside_the_loop(grader):
+def test_async_grading_runs_beside_the_loop():
+    """The worker replies only once the loop, going on meanwhile, has let it."""
+
+    async def grade_one(grader: Grader, worker: int) -> tuple[Grade, bool]:
+        grading = asyncio.create_task(grader.grade(r"\boxed{2x}", "x+x"))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        is_waiting = not grading.done()
+        os.kill(worker, signal.SIGCONT)
+        return await grading, is_waiting
+
+    with Grader(workers=1) as grader:
+        grader.grade_sync(r"\boxed{x}", "x")
+        worker = grader._pool._idle[0].process.pid
+        os.kill(worker, signal.SIGSTOP)
+        grade, is_waiting = asyncio.run(grade_one(grader, worker))
+    assert grade.is_right and is_waiting
+
+
+def test_many_async_gradings_come_back_in_order(grader):
     async def grade_all():
         return await asyncio.gather(
             *(grader.grade(rf"\boxed{{\frac{{{i}}}{{2}}}}", r"\frac{3}{2}") for i in range(8))
@@ -104,8 +123,8 @@ def test_an_interrupted_request_leaves_its_reply_to_nobody():
             grader.grade_sync(r"\boxed{x}", "x")
             worker = grader._pool._idle[0].process.pid
             os.kill(worker, signal.SIGSTOP)  # it replies only once it goes on
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
                 grader.grade_sync(r"\boxed{x}", "x")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGCONT)

@@ -154,6 +154,15 @@ def test_large_source_runs(box):
 
 
 async def test_async_calls_run_side_by_side():
+    """By the clock that the programs themselves read; without overlap one ends before another."""
+    timed = "import time\na = time.monotonic()\ntime.sleep(0.5)\nprint(a, time.monotonic())"
+    async with PythonSandbox(slots=2) as box:
+        one, other = await asyncio.gather(box.run(timed), box.run(timed))
+    (start, end), (other_start, other_end) = (map(float, r.stdout.split()) for r in (one, other))
+    assert max(start, other_start) < min(end, other_end)
+
+
+async def test_async_calls_beyond_the_slots_wait_for_their_turn():
     async with PythonSandbox(slots=2) as box:
         results = await asyncio.gather(*(box.run(f"print({i})") for i in range(40)))
         assert [r.text() for r in results] == [str(i) for i in range(40)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 from misbehaving import completion, http, serving
@@ -41,12 +42,23 @@ async def test_a_provider_that_asks_for_an_hour_is_no_matter_with_another_one(se
 
 async def test_one_who_is_told_to_wait_makes_all_wait(server, config):
     """A second trajectory does not run into the limit that the first one has met."""
-    server.behaviours = [http({}, 429, Retry_After="0.3"), http(completion())]
-    expert = config(max_retries=1, max_concurrency=1)
+    asked_at = []
+
+    async def limited(reader, writer):
+        asked_at.append(time.monotonic())
+        is_early = asked_at[-1] < asked_at[0] + 0.3
+        writer.write(http({}, 429, Retry_After="0.3") if is_early else http(completion()))
+
+    server.behaviours = [limited]
+    expert = config(max_retries=1, max_concurrency=5)
     async with ExpertPool([expert], backoff_s=0.001) as pool:
-        replies = await asyncio.gather(*(pool.ask("algebra", str(n)) for n in range(5)))
+        first = asyncio.create_task(pool.ask("algebra", "0"))
+        while not (asked_at and pool.total().attempts):
+            await asyncio.sleep(0.001)
+        replies = await asyncio.gather(first, *(pool.ask("algebra", str(n)) for n in range(1, 5)))
     assert {reply.status for reply in replies} == {"ok"}
-    assert sum(reply.attempts for reply in replies) == 6
+    assert [reply.attempts for reply in replies] == [2, 1, 1, 1, 1]
+    assert all(at >= asked_at[0] + 0.3 for at in asked_at[1:])
 
 
 async def test_a_circuit_that_is_open_gets_a_single_trial_and_closes_again(server, config):
