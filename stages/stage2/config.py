@@ -93,6 +93,14 @@ class WeightedSFTConfig(TrainingSettings, SFTConfig):
                 )
         if self.max_length is None and self.packing:
             raise ValueError("max_length is null; expected the length of a packed row, in tokens")
+        given = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
+        attention = str(given.get("attn_implementation", ""))
+        if self.packing and "flash" in attention:
+            # transformers 5.17 tells packed documents apart in a batch of a single row only.
+            raise ValueError(
+                f"attn_implementation is {attention!r} with packing; expected sdpa, or packing: "
+                "false: it would attend across the documents of a row"
+            )
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}; expected at least 1, or null")
         if self.train_sampling_strategy not in _SAMPLING:
