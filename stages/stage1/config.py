@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from accelerate.utils import parse_flag_from_env
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
@@ -189,6 +191,7 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
         self._check_values()
         self._check_resume()
         self._check_sampling()
+        self._check_sharding()
         self.objective()
         self.cost()
 
@@ -297,6 +300,16 @@ class Stage1Config(TrainingProblems, TrainingSettings, BackendSettings, GRPOConf
             )
         if str(getattr(self.save_strategy, "value", self.save_strategy)) not in ("steps", "no"):
             raise ValueError(f"save_strategy is {self.save_strategy!r}; expected steps or no")
+
+    def _check_sharding(self) -> None:
+        """Refuse to sample from a model of which each process has a part: all would wait for all,
+        at different tokens."""
+        is_fsdp = bool(self.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+        if self.backend == "local" and (is_fsdp or is_deepspeed_zero3_enabled()):
+            raise ValueError(
+                f"backend is local with {'FSDP' if is_fsdp else 'ZeRO-3'}; expected vllm: no "
+                "process has the whole model to sample from"
+            )
 
     def _check_sampling(self) -> None:
         if not 0 < self.temperature < float("inf"):

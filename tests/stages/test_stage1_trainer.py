@@ -9,6 +9,7 @@ import inspect
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from stage1_world import (
     parameters,
     scripted,
 )
+from transformers.integrations import deepspeed
 
 from rivet.protocol import parse
 from rivet.store import TrajectoryStore
@@ -571,6 +573,20 @@ def test_a_reference_that_would_lack_the_adapter_is_refused(tmp_path: Path) -> N
         build_config(tmp_path, beta=0.1, **start)
     build_config(tmp_path, beta=0.1, use_peft=True, **start)  # its reference is the merged model
     build_config(tmp_path, **start)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "ZeRO-3"])
+def test_sampling_from_a_model_spread_over_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "FSDP":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    else:
+        zero3 = SimpleNamespace(is_zero3=lambda: True)
+        monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: zero3)
+    with pytest.raises(ValueError, match=f"backend is local with {name}; expected vllm"):
+        build_config(tmp_path)
+    build_config(tmp_path, backend="vllm", use_peft=True)
 
 
 def test_a_preset_is_one_word_and_knobs_go_on_top(tmp_path: Path) -> None:
