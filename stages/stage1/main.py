@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 
 from data.problems import Problem
 from rivet.checkpoints import OpenedCheckpoint, check_checkpoint
@@ -85,6 +86,8 @@ def run(config: Stage1Config) -> Path:
         overwrite=config.overwrite,
         may_change=_MAY_CHANGE,
     ) as folder:
+        # The others open the ledger in the folder, which the writer may still be emptying.
+        PartialState().wait_for_everyone()
         args = trainer_arguments(config, folder, len(problems))
         with stop_at_budget(), open_experts(listed) as experts:
             start = load_start(args, opened, problems, experts)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from untrained import write_untrained
 
@@ -147,6 +148,30 @@ def test_an_expert_that_does_not_answer_is_found_before_the_first_step(
     with pytest.raises(ExpertsFileError, match="experts.yaml"):
         run(config(checkpoint, tmp_path / "other", experts=str(path)))
     assert not (tmp_path / "other").exists(), "nothing was started"
+
+
+def test_every_process_waits_for_the_writer_before_it_touches_the_run_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not wait by the folder's lock, which only the writer takes."""
+    order: list[str] = []
+
+    class EndHere(Exception):
+        pass
+
+    def experts(*_: object) -> None:
+        order.append("experts")
+        raise EndHere
+
+    def wait(*_: object) -> None:
+        assert RunDir.load(tmp_path / "run").manifest["stage"] == "stage1"
+        order.append("wait")
+
+    monkeypatch.setattr(PartialState, "wait_for_everyone", wait)
+    monkeypatch.setattr("stages.stage1.main.open_experts", experts)
+    with pytest.raises(EndHere):
+        run(config(checkpoint, tmp_path / "run"))
+    assert order == ["wait", "experts"]
 
 
 def test_a_folder_that_is_no_rivet_checkpoint_is_refused(tmp_path: Path) -> None:
