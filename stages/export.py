@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +30,16 @@ from rivet.checkpoints import (
     load_tokenizer,
 )
 from rivet.config import ConfigError, parse_config
-from rivet.files import atomic_folder, recover_folder, remove
+from rivet.files import atomic_folder
 from rivet.interrupt import terminable
-from rivet.settings import FILE_NAME, ProtocolSettings
+from rivet.settings import ProtocolSettings
 from stages.export_files import with_ends_of, write_adapter, write_licence, write_model
 from stages.export_licences import Licences, find_licences
 from stages.export_push import check_repo_id, describe_push, push
+from stages.export_target import is_export, prepare_target
 from stages.export_verify import ExportError, verify
 from stages.measurements import ResultRow, check_measured_on, read_results
-from stages.model_card import ModelFacts, TrainingRun, is_ours, write_card
+from stages.model_card import ModelFacts, TrainingRun, write_card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parsed.config
     if config.push:
         check_repo_id(config.push)
-    is_made = _is_export(Path(config.checkpoint)) and "output_dir" not in parsed.given
+    is_made = is_export(Path(config.checkpoint)) and "output_dir" not in parsed.given
     folder = Path(config.checkpoint if is_made else config.output_dir)
     if is_made and config.push:
         _check_bare_push(folder, parsed.given)
@@ -208,16 +207,12 @@ def _check_bare_push(folder: Path, given: frozenset[str]) -> None:
 
 
 def _describe(folder: Path, config: ExportConfig) -> str:
-    if _is_export(folder):
+    if is_export(folder):
         return describe_push(folder, config.push, private=config.private)
     return (
         f"{folder}: no export yet; without --dry-run it is made and uploaded to {config.push}, "
         f"at most {config.max_shard_size} a weight file"
     )
-
-
-def _is_export(folder: Path) -> bool:
-    return (folder / FILE_NAME).is_file() and is_ours(folder / "README.md")
 
 
 def run(config: ExportConfig) -> Path:
@@ -239,10 +234,7 @@ def run(config: ExportConfig) -> Path:
 
     source = find_checkpoint(config.checkpoint)
     target = Path(config.output_dir)
-    _check_writable(target)
-    recover_folder(target)
-    _remove_leftovers(target)
-    _check_target(target, config.overwrite)
+    prepare_target(target, overwrite=config.overwrite)
     if is_latent(source):
         from stages.latent.export import export_latent
 
@@ -304,43 +296,6 @@ def _facts(
 # --- what is read -------------------------------------------------------------------------------
 
 
-def _check_writable(target: Path) -> None:
-    """Find out before the work, not after it."""
-    there = target.absolute().parent
-    while not there.exists():
-        there = there.parent
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ExportError(
-            f"{target}: cannot be written ({error.strerror}: {there}); choose another --to, or "
-            "ask for the right to write there"
-        ) from error
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed exports to this target left beside it, under hidden names."""
-    if not target.parent.is_dir():
-        return
-    name = re.compile(rf"\.{re.escape(target.name)}\.(?:tmp|old)-(\d+)")
-    for path in list(target.parent.iterdir()):
-        found = name.fullmatch(path.name)
-        if found and not _is_running(int(found[1])):
-            logger.info("removing %s, which a killed export left", path)
-            remove(path)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _load(weights: Path, config: ExportConfig) -> PreTrainedModel:
     """The model as the export will hold it: merged, or with its adapter apart."""
     if not config.adapter_only:
@@ -374,19 +329,6 @@ def _base_of(weights: Path) -> str:
         return ""
     config = json.loads((weights / "adapter_config.json").read_text(encoding="utf-8"))
     return str(config.get("base_model_name_or_path") or "")
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    """An export replaces an export, and only when told to."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not _is_export(target):
-        raise ExportError(f"{target}: exists and is no export of ours; choose another output_dir")
-    if not overwrite:
-        raise ExportError(
-            f"{target}: holds an export already; replace it with --overwrite true, or choose "
-            "another output_dir"
-        )
 
 
 def _results(config: ExportConfig, source: Path) -> list[ResultRow]:
