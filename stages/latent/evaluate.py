@@ -82,19 +82,27 @@ def accuracy_rows(
 ) -> list[dict[str, Any]]:
     """Accuracy of each family, and of those that need experts together."""
     right: dict[str, list[bool]] = {}
+    pooled: list[bool] = []
     for problem, trajectory in zip(problems, trajectories, strict=True):
-        family = str(problem.meta.get("family", "")) or "all"
-        right.setdefault(family, []).append(trajectory.outcome == "right")
-    pooled = [x for family, values in right.items() if is_hard(family) for x in values]
+        family, is_right = family_of(problem), trajectory.outcome == "right"
+        right.setdefault(family, []).append(is_right)
+        if is_hard(problem):
+            pooled.append(is_right)
     groups = right | ({HARD: pooled} if len(right) > 1 and pooled else {})
     return [_row(condition, family, values) for family, values in groups.items()]
 
 
-def is_hard(family: str) -> bool:
-    """Whether a family is one that the latent world's policy does not solve alone."""
-    from data.latentworld.tasks import FAMILIES
+def family_of(problem: Problem) -> str:
+    """The family that a problem counts with."""
+    return str(problem.meta.get("family", "")) or "all"
 
-    return family not in FAMILIES or FAMILIES[family].is_hard
+
+def is_hard(problem: Problem) -> bool:
+    """Whether it is not of a family that the latent world's policy solves alone."""
+    from data.latentworld.tasks import FAMILIES, SOURCE
+
+    known = FAMILIES.get(family_of(problem)) if problem.source == SOURCE else None
+    return known is None or known.is_hard
 
 
 def _row(condition: str, family: str, values: Sequence[bool]) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def attention_by_family(
         return {}
     families: dict[str, list[int]] = {}
     for n, problem in enumerate(problems):
-        families.setdefault(str(problem.meta.get("family", "")) or "all", []).append(n)
+        families.setdefault(family_of(problem), []).append(n)
     found: dict[str, Any] = {}
     for family, rows in families.items():
         part = listening(attention[rows], len(heard.names))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from data.problems import Problem
 from eval.grade import load_gradable
+from eval.latent_report import HARD
 from rivet.checkpoints import CheckpointError, check_checkpoint
 from rivet.config import ConfigError
 from rivet.latent.adapter import AdapterSettings
@@ -102,7 +103,8 @@ def _training_problems(config: LatentConfig, world: World | None) -> list[Proble
 
 
 def _check_splits(config: LatentConfig, train: list[Problem], test: list[Problem]) -> None:
-    """Refuse held-out problems that are trained on, and families whose states cannot be shuffled.
+    """Refuse held-out problems that are trained on, a family named like the hard ones together, and
+    families whose states cannot be shuffled.
 
     Raises:
         ConfigError: Names the first of them.
@@ -114,6 +116,13 @@ def _check_splits(config: LatentConfig, train: list[Problem], test: list[Problem
             [
                 f"test_problems: {len(shared)} of {len(test)} are training problems too, "
                 f"{shared[0]} first; expected others"
+            ]
+        )
+    if named := [problem.id for problem in test if problem.meta.get("family") == HARD]:
+        raise ConfigError(
+            [
+                f"test_problems: {named[0]} is of the family {HARD!r}; expected another name: "
+                "results call the hard families together so"
             ]
         )
     # In evaluation every arm that hears something is shuffled, in training the control alone.

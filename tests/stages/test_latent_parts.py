@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from rivet.latent.states import ExpertStates, ProblemStates
 from rivet.runs import RunDir
 from rivet.trajectory import Segment, Trajectory
 from stages.latent.config import LatentConfig
-from stages.latent.evaluate import ENTROPIES, correlations
+from stages.latent.evaluate import ENTROPIES, accuracy_rows, correlations
 from stages.latent.listener import Listener
 from stages.latent.main import run as run_latent
 from stages.latent.source import LatentSource, Sampling
@@ -109,6 +110,20 @@ def test_answers_are_graded_by_the_projects_grader_and_faults_carry_no_reward() 
             assert [t.outcome for t in done] == outcomes
             assert [t.reward for t in done] == rewards
         grader.close()
+
+
+@pytest.mark.parametrize(("source", "hard"), [("latentworld", 1.0), ("mine", 0.75)])
+def test_reading_is_easy_in_the_latent_world_and_a_family_like_others_elsewhere(
+    source: str, hard: float
+) -> None:
+    problems, done = [], []
+    for n, (family, outcome) in enumerate(
+        [("reading", "right"), ("reading", "wrong"), ("sums", "right"), ("primes", "right")]
+    ):
+        problems.append(Problem(str(n), "?", "3", source, meta={"family": family}))
+        done.append(replace(trajectory(problems[-1], "3"), outcome=outcome))  # type: ignore[arg-type]
+    accuracy = {r["family"]: r["accuracy"] for r in accuracy_rows(problems, done, "as trained")}
+    assert accuracy == {"reading": 0.5, "sums": 1.0, "primes": 1.0, "hard": hard}
 
 
 def test_correlations_are_of_entropy_with_reward_and_of_their_differences() -> None:

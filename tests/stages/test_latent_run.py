@@ -349,12 +349,14 @@ def test_problems_that_cannot_make_a_run_are_refused_before_it_starts(
     world: Path, tmp_path: Path
 ) -> None:
     few, alone = _problems(tmp_path, world, 3), _problems(tmp_path, world, 8, "alone")
+    hard = _problems(tmp_path, world, 8, "hard")
     train, test = str(world / "train.jsonl"), str(world / "test.jsonl")
     refused: dict[str, dict[str, Any]] = {
         "gives 3 training problems; expected at least 4": {"problems": few},
         "test_problems: 8 of 8 are training problems too": {"test_problems": train},
         "^problems: one problem only of the family 'alone'": {"arm": "shuffled", "problems": alone},
         "test_problems: one problem only of the family": {"problems": test, "test_problems": alone},
+        "train/0 is of the family 'hard'; expected": {"problems": test, "test_problems": hard},
     }
     for message, changes in refused.items():
         with pytest.raises(ConfigError, match=message):
@@ -421,8 +423,14 @@ def test_an_export_holds_policy_and_adapter_and_reloads_to_equal_logits(
 def test_an_export_that_is_not_its_policy_is_refused(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latent_export, "_verify", lambda source, folder: 0.5)
-    with pytest.raises(latent_export.LatentExportError, match=r"differ by 0\.5"):
+    probe = latent_export.probe
+
+    def other(folder: Path) -> State:  # of the policy: the export is loaded in another process
+        given = probe(folder)
+        return {**given, "logits": given["logits"] + 0.5}
+
+    monkeypatch.setattr(latent_export, "probe", other)
+    with pytest.raises(latent_export.LatentExportError, match=r"differ by 0\.5 after loading"):
         export(ExportConfig(str(finished[0]), str(tmp_path / "export")))
     assert not (tmp_path / "export").exists()
 
