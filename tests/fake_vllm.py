@@ -26,6 +26,7 @@ class FakeVLLM:
 
     Attributes:
         bodies: Requests for completions, in the order of arrival.
+        heads: Request line and headers of each of those, in lower case.
         adapters: Loaded adapters, name -> folder.
         delay_s: Seconds that a completion takes.
         answer: Replaces the completion of a request: body -> status and reply; None is the usual.
@@ -36,6 +37,7 @@ class FakeVLLM:
     def __init__(self, *, model: str = "controller", root: str = "", length: int = 512) -> None:
         self.model, self.root, self.length = model, root, length
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
         self.adapters: dict[str, str] = {}
         self.unloaded: list[str] = []
         self.delay_s = 0.0
@@ -76,16 +78,18 @@ class FakeVLLM:
         self._writers.add(writer)
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = next(
                     (
                         int(line.split(":")[1])
                         for line in head.split("\r\n")
-                        if line.lower().startswith("content-length")
+                        if line.startswith("content-length")
                     ),
                     0,
                 )
                 body = json.loads(await reader.readexactly(length) or b"{}")
+                if "/v1/completions" in head:
+                    self.heads.append(head)
                 if self.is_hung:
                     await asyncio.sleep(3600)
                 status, reply = await self._reply(head.split(" ")[1], body)

@@ -8,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from rivet.checkpoints import CheckpointError
 from rivet.grading import Grader
 from rivet.hub import local_checkpoint
 from rivet.pieces import Piece, PieceReader, merged
+from rivet.rollout.engine import RolloutEngine
+from rivet.rollout.types import RolloutRequest
 from rivet.tokenization import ProtocolTokenizer
 from rivet.voting import Party, parties
 
@@ -128,10 +132,40 @@ def test_a_piece_says_whose_request_and_reply_it_is(solver: Solver) -> None:
     assert {p.expert for p in pieces if p.kind in ("format", "route", "answer")} == {None}
 
 
-def test_leaving_a_stream_early_ends_the_attempt(solver: Solver) -> None:
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Attempts do not end by themselves; set when one is cancelled."""
+    event = threading.Event()
+    rollout = RolloutEngine.rollout
+
+    async def endless(engine: RolloutEngine, request: RolloutRequest, **options: Any) -> None:
+        try:
+            await rollout(engine, request, **options)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            event.set()
+            raise
+
+    monkeypatch.setattr(RolloutEngine, "rollout", endless)
+    return event
+
+
+def test_leaving_a_stream_early_ends_the_attempt(
+    solver: Solver, cancelled: threading.Event
+) -> None:
     for _ in solver.stream("Compute 3 + 4 * 5"):
         break
-    assert solver.solve("Compute 3 + 4 * 5").answer == "23"
+    assert cancelled.wait(20)
+
+
+async def test_leaving_the_async_stream_early_ends_the_attempt(
+    checkpoint: Path, cancelled: threading.Event
+) -> None:
+    async with AsyncSolver(checkpoint) as solver:
+        async with aclosing(solver.stream("Compute 3 + 4 * 5")) as stream:
+            async for _ in stream:
+                break
+        assert cancelled.is_set()
 
 
 async def test_the_async_form_gives_the_same(checkpoint: Path) -> None:

@@ -420,6 +420,7 @@ def test_an_export_holds_policy_and_adapter_and_reloads_to_equal_logits(
     assert set(weights(target)) == set(weights(finished[0] / "checkpoint"))
 
 
+@pytest.mark.slow
 def test_an_export_that_is_not_its_policy_is_refused(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rivet.rollout.backend import BackendError, Generation, SamplingParams
 from rivet.rollout.decoder import SlotDecoder
@@ -371,15 +372,50 @@ async def test_closing_fails_what_is_under_way(qwen3, tag_tokenizer) -> None:
     await backend.close()
 
 
-async def test_a_cancelled_call_frees_its_slot(qwen3, tag_tokenizer) -> None:
+async def test_a_cancelled_call_frees_its_slot(qwen3, tag_tokenizer, monkeypatch) -> None:
+    steps = 0
+    is_decoding, is_cancelled = asyncio.Event(), threading.Event()
+    decode, loop = SlotDecoder.decode, asyncio.get_running_loop()
+
+    def held(self: SlotDecoder, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+        nonlocal steps
+        steps += 1
+        loop.call_soon_threadsafe(is_decoding.set)
+        assert is_cancelled.wait(60)
+        return decode(self, calls)
+
+    monkeypatch.setattr(SlotDecoder, "decode", held)
     banned = tuple(tag_tokenizer.eos_ids)
     async with LocalBackend(qwen3, tag_tokenizer, max_batch=1) as backend:
         task = asyncio.create_task(sample(backend, [1, 2], max_new_tokens=500, banned_ids=banned))
-        await asyncio.sleep(0)
+        await is_decoding.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await sample(backend, [3, 4])).ids
+        is_cancelled.set()
+        assert (await sample(backend, [3, 4], max_new_tokens=1)).ids  # prefilled, never decoded
+    assert steps == 1
+
+
+async def test_a_released_session_gives_up_its_slot_before_one_that_goes_on(
+    qwen3, tag_tokenizer, monkeypatch
+) -> None:
+    fed: list[int] = []
+    prefill = SlotDecoder.prefill
+
+    def record(self: SlotDecoder, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
+        fed.extend(len(call.new_ids) for call in calls)
+        return prefill(self, calls)
+
+    monkeypatch.setattr(SlotDecoder, "prefill", record)
+    prompts = random_prompts([20, 21, 22])
+    async with LocalBackend(qwen3, tag_tokenizer, max_batch=2) as backend:
+        for name, prompt in zip("abc", prompts, strict=True):
+            if name == "c":
+                await backend.release("b")  # used after a: else a would have to go
+            await sample(backend, prompt, max_new_tokens=1, session=name)
+        await sample(backend, [*prompts[0], 5], max_new_tokens=1, session="a")
+    assert fed == [20, 21, 22, 1]
 
 
 async def test_new_weights_count_after_reset(tag_tokenizer, build_model) -> None:
@@ -449,14 +485,23 @@ async def test_rows_that_come_and_go_are_decoded_as_one_block(
     assert {len(rows) for rows in blocks} >= {1, 2, 6}
 
 
-@pytest.mark.parametrize("scaling", [None, "linear", "dynamic"])
-async def test_every_kind_of_rotary_frequencies_is_served(tag_tokenizer, scaling) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+ORIGINAL = {"original_max_position_embeddings": 16}  # shorter than the prompts below
+# The local backend ends at max_position_embeddings, within which `dynamic` is `default`.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | ORIGINAL,
+    "yarn": {"factor": 8.0} | ORIGINAL,
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]} | ORIGINAL,
+}
 
+
+def llama_with(tokenizer: ProtocolTokenizer, kind: str) -> LlamaForCausalLM:
+    """A random Llama with biases, norms that are no ones, and rotary frequencies of a kind."""
     torch.manual_seed(0)
-    rope = {"rope_type": scaling, "factor": 2.0} if scaling else {"rope_type": "default"}
     config = LlamaConfig(
-        vocab_size=len(tag_tokenizer.token_bytes),
+        vocab_size=len(tokenizer.token_bytes),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -465,15 +510,31 @@ async def test_every_kind_of_rotary_frequencies_is_served(tag_tokenizer, scaling
         max_position_embeddings=128,
         attention_bias=True,
         mlp_bias=True,
-        rope_parameters={"rope_theta": 10000.0, **rope},
+        rope_parameters={"rope_theta": 10000.0, "rope_type": kind, **ROPES[kind]},
     )
     model = LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("kind", ROPES)
+async def test_every_kind_of_rotary_frequencies_is_served(tag_tokenizer, kind) -> None:
+    model = llama_with(tag_tokenizer, kind)
+    assert is_supported(model)
     (prompt,) = random_prompts([30])
     async with LocalBackend(model, tag_tokenizer) as backend:
         assert_logprobs(model, prompt, await sample(backend, prompt))
+
+
+def test_the_kinds_of_rotary_frequencies_differ_at_the_lengths_of_their_test(tag_tokenizer) -> None:
+    plain, *others = [
+        llama_with(tag_tokenizer, kind).model.rotary_emb(torch.ones(1), torch.arange(40)[None])[0]
+        for kind in ROPES
+        if kind != "dynamic"
+    ]
+    assert not any(torch.allclose(plain, other, atol=0.1) for other in others)
 
 
 async def test_training_mode_is_restored_before_the_result_arrives(

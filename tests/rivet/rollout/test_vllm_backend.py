@@ -371,6 +371,7 @@ async def test_a_key_comes_from_the_environment(
         server.answer = lambda body: (401, {"error": "Unauthorized"})
         with pytest.raises(RequestRefusedError, match="401: Unauthorized") as caught:
             await generate(backend)
+    assert "authorization: bearer secret-of-mine\r\n" in server.heads[-1]
     assert "secret-of-mine" not in str(caught.value)
 
 
