@@ -90,19 +90,21 @@ def test_check_prints_prices_and_whose_tokens_are_estimated(configs, tmp_path, c
 
 
 def test_check_of_a_replayed_run_asks_nobody_and_counts_the_record(configs, tmp_path, capsys):
-    expert = f"experts:\n  - {{name: calc, model: calc, base_url: '{configs[0].base_urls[0]}'}}\n"
+    expert = "experts:\n  - {name: calc, model: calc, base_url: 'URL'}\n"
     path = tmp_path / "experts.yaml"
-    path.write_text(expert + "cache: {mode: record, path: kept.sqlite}\n")
+    there = expert.replace("URL", configs[0].base_urls[0])
+    path.write_text(there + "cache: {mode: record, path: kept.sqlite}\n")
 
     async def ask() -> None:
         async with ExpertPool(load_experts(path)) as pool:
             await pool.ask("calc", "gcd 12, 18", sample_key="1/p#0@0/0")
 
     asyncio.run(ask())
-    path.write_text(expert.replace("http://", "http://127.0.0.9") + "cache: {mode: replay}\n")
+    nobody = expert.replace("URL", "http://127.0.0.1:9/v1")
+    path.write_text(nobody + "cache: {mode: replay}\n")
     assert main(["check", str(path)]) == 2
     assert "experts_cache.sqlite does not exist" in capsys.readouterr().err
-    path.write_text(expert.replace(":8", ":9") + "cache: {mode: replay, path: kept.sqlite}\n")
+    path.write_text(nobody + "cache: {mode: replay, path: kept.sqlite}\n")
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "calc             1 replies recorded" in printed and "nobody is asked" in printed
