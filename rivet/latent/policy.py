@@ -55,6 +55,8 @@ class _LatentPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    # It is trained so whatever the language model's format, and must be loaded as it was trained.
+    _keep_in_fp32_modules_strict = {"context_adapter"}
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the language model comes trained, the adapter initialises itself."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from rivet.checkpoints import CheckpointError
@@ -262,6 +264,24 @@ def test_a_saved_policy_reloads_to_equal_logits_and_names_its_experts(
     assert torch.equal(loaded(**inputs).logits, policy(**inputs).logits)
     assert loaded.config.experts == [{"name": "llama", "revision": "abc"}]
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+def test_the_adapter_of_a_policy_in_bfloat16_is_loaded_as_it_was_trained(
+    policy: LatentPolicy, inputs: Inputs, tmp_path: Path, dtype: Any
+) -> None:
+    tiny_llama(policy.config.text_config.vocab_size).save_pretrained(tmp_path / "causal")
+    trained = LatentPolicy.from_causal_lm(
+        LlamaForCausalLM.from_pretrained(tmp_path / "causal", dtype=torch.bfloat16),
+        placeholder_id=policy.config.placeholder_id,
+        adapter=AdapterSettings(**policy.config.adapter),
+    )
+    trained.save_pretrained(tmp_path / "saved")
+    loaded = load_policy(tmp_path / "saved", dtype=dtype)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(**inputs).logits, trained(**inputs).logits)
+    kept = loaded.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in trained.state_dict().items())
 
 
 def test_a_broken_checkpoint_is_refused(policy: LatentPolicy, tmp_path: Path) -> None:
