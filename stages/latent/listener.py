@@ -40,14 +40,17 @@ class Listener:
     ) -> None:
         self._arm, self._seed = arm, seed
         self._ids = [problem.id for problem in problems]
-        self._row = {problem.id: n for n, problem in enumerate(problems)}
         self._family = [str(problem.meta.get("family", "")) for problem in problems]
+        # A prompt tells only the text, so problems of one text are one row: the first of them.
+        first: dict[str, int] = {}
+        self._first = [first.setdefault(problem.problem, n) for n, problem in enumerate(problems)]
+        self._row = dict(zip(self._ids, self._first, strict=True))
         self._members: dict[str, list[int]] = {}
-        self._place: list[int] = []  # of each problem among its family's
-        for n, family in enumerate(self._family):
-            members = self._members.setdefault(family, [])
-            self._place.append(len(members))
-            members.append(n)
+        self._place: dict[int, int] = {}  # of each row among its family's
+        for row in first.values():
+            members = self._members.setdefault(self._family[row], [])
+            self._place[row] = len(members)
+            members.append(row)
         self._states = states.only(expert) if states is not None and expert else states
 
     @property
@@ -56,7 +59,7 @@ class Listener:
         return self._states
 
     def row(self, problem_id: str) -> int:
-        """Row of a problem."""
+        """Row of a problem: of the first that has its text."""
         return self._row[problem_id]
 
     def family(self, row: int) -> str:
@@ -72,11 +75,12 @@ class Listener:
         return self._states.rows(list(rows))
 
     def partner(self, row: int, step: int) -> int:
-        """Another problem of the same family; the same one for all samples of a step.
+        """A problem of the same family and another text; the same for all samples of a step.
 
         Raises:
             ValueError: The family has one problem only.
         """
+        row = self._first[row]
         others = self._members[self._family[row]]
         if len(others) < 2:
             raise ValueError(

@@ -128,13 +128,15 @@ def _check_splits(config: LatentConfig, train: list[Problem], test: list[Problem
     # In evaluation every arm that hears something is shuffled, in training the control alone.
     shuffled = {"problems": train if config.arm == "shuffled" else [], "test_problems": test}
     for setting, problems in shuffled.items() if config.hears else ():
-        families = Counter(str(problem.meta.get("family", "")) for problem in problems)
+        # The first of each text, as the listener has it.
+        firsts = {problem.problem: problem for problem in reversed(problems)}.values()
+        families = Counter(str(problem.meta.get("family", "")) for problem in firsts)
         alone = [family for family, count in families.items() if count == 1]
         if alone:
             raise ConfigError(
                 [
-                    f"{setting}: one problem only of the family {alone[0]!r}; expected at least "
-                    "two, whose states can be shuffled"
+                    f"{setting}: one distinct problem only of the family {alone[0]!r}; expected at "
+                    "least two, whose states can be shuffled"
                 ]
             )
 

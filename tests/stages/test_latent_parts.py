@@ -68,6 +68,20 @@ def test_shuffled_hears_another_problem_of_the_family_and_another_one_each_step(
     assert heard(listener("shuffled", seed=1).hear(range(8), 5)) != draws[5]
 
 
+def test_problems_of_one_text_hear_the_same_and_never_themselves() -> None:
+    texts = {"one": "a", "two": "b", "again": "a", "three": "c"}
+    problems = [Problem(name, text, "1") for name, text in texts.items()]
+    values = ProblemStates(torch.arange(4.0).view(4, 1, 1), torch.ones(4, 1, dtype=torch.bool))
+    shuffled = Listener(problems, ExpertStates.of({"x": values}), arm="shuffled")
+    assert shuffled.row("again") == shuffled.row("one") == 0
+    draws = [[shuffled.partner(row, step) for row in range(4)] for step in range(30)]
+    for one, two, again, three in draws:
+        assert again == one in (1, 3) and two in (0, 3) and three in (0, 1)
+    alone = Listener([problems[0], problems[2]], None, arm="shuffled")
+    with pytest.raises(ValueError, match="one: the only problem"):
+        alone.partner(1, 0)
+
+
 def test_one_expert_hears_nobody_else() -> None:
     found = listener("one-expert", "y").hear([0, 1], 1)
     assert found is not None and found.mask.any(2).tolist() == [[False, True]] * 2

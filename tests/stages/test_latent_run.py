@@ -349,13 +349,18 @@ def test_problems_that_cannot_make_a_run_are_refused_before_it_starts(
     world: Path, tmp_path: Path
 ) -> None:
     few, alone = _problems(tmp_path, world, 3), _problems(tmp_path, world, 8, "alone")
-    hard = _problems(tmp_path, world, 8, "hard")
+    hard, twins = _problems(tmp_path, world, 8, "hard"), tmp_path / "twins.jsonl"
+    first = json.loads(Path(alone).read_text().splitlines()[0])
+    twins.write_text(json.dumps(first | {"id": "twin"}) + "\n" + Path(alone).read_text())
     train, test = str(world / "train.jsonl"), str(world / "test.jsonl")
     refused: dict[str, dict[str, Any]] = {
         "gives 3 training problems; expected at least 4": {"problems": few},
         "test_problems: 8 of 8 are training problems too": {"test_problems": train},
-        "^problems: one problem only of the family 'alone'": {"arm": "shuffled", "problems": alone},
-        "test_problems: one problem only of the family": {"problems": test, "test_problems": alone},
+        "^problems: one distinct problem only of the family 'alone'": {
+            "arm": "shuffled",
+            "problems": str(twins),
+        },
+        "test_problems: one distinct problem only": {"problems": test, "test_problems": alone},
         "train/0 is of the family 'hard'; expected": {"problems": test, "test_problems": hard},
     }
     for message, changes in refused.items():
