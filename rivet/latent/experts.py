@@ -248,8 +248,10 @@ class FrozenExpert:
     def _frame(self) -> tuple[list[int], list[int]]:
         """Token ids before and after the problem."""
         if self.spec.reading == "plain":
-            around = self.tokenizer("").input_ids  # what it puts around every text: BOS, EOS
-            return [i for i in around if i != self.tokenizer.eos_token_id][:1], []
+            # What the tokenizer puts before every text, such as BOS, and not what it puts behind.
+            probe = self.tokenizer("0", add_special_tokens=False).input_ids
+            around = self.tokenizer("0").input_ids
+            return around[: around.index(probe[0])], []
         if not getattr(self.tokenizer, "chat_template", None):
             raise ExpertError(
                 f"expert {self.spec.name}: {self.spec.path} has no chat template; expected one, or "

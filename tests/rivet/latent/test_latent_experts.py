@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from rivet.files import DiskFullError
 from rivet.latent.cache import CacheError, StateCache, read_states
@@ -68,6 +69,29 @@ def test_an_expert_reads_the_same_every_day_and_what_stands_around_a_problem_nam
     assert today.encode("3") == same.encode("3")
     tokenizer.hf.chat_template = "one for all"  # the digest of the tokenizer then is the same
     assert today.identity() == same.identity() != other.identity()
+
+
+@pytest.mark.parametrize(
+    ("around", "before"),
+    [
+        ("$A", []),
+        ("$A <|im_end|>", []),
+        ("<|im_start|> $A <|im_end|>", ["<|im_start|>"]),
+        ("<|im_end|> $A", ["<|im_end|>"]),  # one token for both ends, as OPT has it
+        ("<|im_end|> $A <|im_end|>", ["<|im_end|>"]),
+    ],
+)
+def test_a_plain_expert_reads_what_its_tokenizer_puts_before_a_text_and_not_what_it_puts_behind(
+    around: str, before: list[str]
+) -> None:
+    hf = build_tokenizer(["<|im_start|>", "<|im_end|>"], []).hf
+    tokens = {token: hf.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")}
+    hf.backend_tokenizer.post_processor = TemplateProcessing(
+        single=around, special_tokens=list(tokens.items())
+    )
+    expert = FrozenExpert(ExpertSpec("e", "here"), tiny_llama(len(hf)), hf)
+    bare = hf("12 + 3", add_special_tokens=False).input_ids
+    assert expert.encode("12 + 3") == [*(tokens[token] for token in before), *bare]
 
 
 def test_an_expert_in_bfloat16_gives_bfloat16_states_that_join_others(tmp_path: Path) -> None:
