@@ -20,7 +20,15 @@ from rivet.checkpoints import CheckpointError, is_adapter, load_tokenizer
 from rivet.runs import RunDir
 from rivet.settings import ProtocolSettings
 from rivet.tokenization import ProtocolTokenizer
-from stages.checkpointing import last_checkpoint, list_files, load_controller, save_controller
+from stages.checkpointing import (
+    TRAINER,
+    WorldSizeError,
+    last_checkpoint,
+    list_files,
+    load_controller,
+    resume_point,
+    save_controller,
+)
 
 
 def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
@@ -122,6 +130,14 @@ def test_a_checkpoint_with_a_file_cut_short_is_put_aside(
     assert not cut.exists()
     assert (tmp_path / "damaged-checkpoint-4" / "optimizer.pt").exists()
     assert last_checkpoint(tmp_path, clean=True) == str(whole)
+
+
+def test_a_run_goes_on_with_as_many_processes_as_it_began_with(tmp_path: Path) -> None:
+    with RunDir.open(tmp_path / "run", {"seed": 3}, stage="stage1") as run:
+        saved = trainer_checkpoint(run.path / TRAINER, 4)  # with one random generator's state
+        assert resume_point(run, 1) == str(saved)
+        with pytest.raises(WorldSizeError, match="saved by 1 processes, this run has 2"):
+            resume_point(run, 2)
 
 
 def test_a_checkpoint_that_other_processes_had_not_finished_is_removed(tmp_path: Path) -> None:

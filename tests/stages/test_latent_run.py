@@ -118,6 +118,16 @@ def test_experts_are_frozen_and_theta_waits_for_the_adapter(
     assert any(not torch.equal(first[name], last[name]) for name in theta)
 
 
+def test_adapter_and_policy_learn_at_their_own_rates(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    state = torch.load(finished[0] / "trainer" / "checkpoint-2" / "optimizer.pt")
+    names = [n for n, _ in load_policy(finished[0] / "checkpoint").named_parameters()]
+    adapter = sum("context_adapter" in name for name in names)
+    groups = {g["name"]: (len(g["params"]), g["lr"]) for g in state["param_groups"]}
+    assert groups == {"adapter": (adapter, 1e-2), "policy": (len(names) - adapter, 1e-3)}
+
+
 def test_the_saved_policy_names_its_experts_and_works_in_a_fresh_object(
     finished: tuple[Path, dict[str, Any]],
 ) -> None:

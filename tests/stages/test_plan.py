@@ -102,6 +102,9 @@ def test_the_parts_add_up_and_react_as_they_should() -> None:
     shape = shape_of("qwen3-1.7b")
     full = memory(shape, Step(8192, 8000, has_checkpointing=True, precision="bf16", device="cuda"))
     assert full.optimizer == 8 * shape.parameters and full.gradients == 4 * shape.parameters
+    # Its peak comes last: gradients, a second one of the embedding, 1 GB of the device's context.
+    second = 4 * 2048 * 151_936
+    assert full.peak == full.weights + full.optimizer + full.gradients + second + 1e9
     # 12 bytes of states a parameter do not fit 1.7 billion of them and 16 GB.
     assert full.peak > 20e9
     sharded = memory(
@@ -119,6 +122,29 @@ def test_the_parts_add_up_and_react_as_they_should() -> None:
     assert lora.optimizer < full.optimizer / 50
     without = memory(shape, Step(8192, 8000, precision="bf16"))
     assert without.activations > 5 * full.activations
+    # Its peak comes as the backward pass begins, with three gradients of the MLP's width.
+    working = without.activations + without.head + 3 * 8192 * 6144 * 2
+    assert without.peak == without.weights + without.optimizer + working
+
+
+def test_the_cache_of_the_local_engine_counts_while_it_samples(tmp_path: Path) -> None:
+    shape = shape_of("qwen3-1.7b")
+    # Keys and values of 28 layers and 8 heads of 128, 2 bytes each.
+    for precision, size in (("bf16", 114_688), ("fp32", 229_376)):
+        step = Step(100, 100, lora_r=16, precision=precision, cached_tokens=10**6)
+        parts = memory(shape, step)
+        assert parts.kv_cache == 10**6 * size
+        # Far more than such a small step learns in; the two are not held together.
+        assert parts.peak == parts.weights + parts.optimizer + parts.kv_cache
+    recipe = tmp_path / "stage1_x.yaml"
+    recipe.write_text(
+        "model: qwen3-1.7b\nmax_completion_length: 600\nmax_steps: 1\nuse_cpu: true\n"
+        "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nnum_generations: 4\n"
+    )
+    # Every rollout of a process at its longest: 8 of 400 + 600 tokens; a server holds its own.
+    for backend, tokens in (("local", 8000), ("vllm", 0)):
+        planned = plan(PlanConfig(str(recipe), backend=backend)).memory
+        assert planned is not None and planned.kv_cache == tokens * 114_688
 
 
 def test_work_by_hand() -> None:
