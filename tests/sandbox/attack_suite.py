@@ -19,8 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sandbox import ExecutionResult, PythonSandbox
+import pytest
 
+from sandbox import ExecutionResult, PythonSandbox, SandboxLimits
+
+SHORT = SandboxLimits(cpu_s=0.5, wall_s=3.0)  # attacks end soon
+# The reduced modes: what is missing on machines that refuse it, taken away on purpose.
+NAMESPACES = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")
+MODES = {"no-user-namespace": ("user",), "no-namespaces": NAMESPACES}
 CANARY = Path("/tmp/rivet_canary")
 HOME = Path("/tmp/rivet_home")
 SECRETS = ("SECRETENV123", "SECRETGOLD777", "SECRETFILE456")
@@ -30,6 +36,24 @@ Case = dict[str, Any]
 def load(path: Path) -> list[Case]:
     """Return the cases of a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def parameters(table: dict[str, list[tuple[str, str, Case]]]) -> list[Any]:
+    """Return the cases of a table, by kind: (name, code, checks).
+
+    A program that tells what it must not get has to end well unless the table says otherwise: one
+    that breaks off before it has tried tells nothing.
+    """
+    return [
+        pytest.param({"id": name, "code": code, "checks": ended(checks)}, id=f"{kind}-{name}")
+        for kind, attacks in table.items()
+        for name, code, checks in attacks
+    ]
+
+
+def ended(checks: Case) -> Case:
+    """Return checks with the status that an attack ends with."""
+    return {"status": ["ok"], **checks} if "no" in checks else checks
 
 
 @contextlib.contextmanager

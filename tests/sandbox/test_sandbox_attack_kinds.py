@@ -12,7 +12,7 @@ import os
 
 import attack_suite
 import pytest
-from conftest import MODES, SHORT
+from attack_suite import MODES, SHORT
 
 from sandbox import PythonSandbox
 
@@ -76,7 +76,7 @@ READING = [
      "        t(base + tail, lambda: open(base + tail).read())", DENIED),
     ("descriptor_relative", TRY + "d = os.open('/', os.O_RDONLY)\nfor p in ('etc/passwd', '../etc/shadow', 'tmp/rivet_home/.cache/huggingface/token', 'var'):\n"
      "    t(p, lambda: os.listdir(os.open(p, os.O_RDONLY, dir_fd=d)) or 1 / 0)\n"
-     "    t(p, lambda: os.read(os.open(p, os.O_RDONLY, dir_fd=d), 9))", DENIED),
+     "    t(p, lambda: os.read(os.open(p, os.O_RDONLY, dir_fd=d), 9))", DENIED | {"status": ["ok", "error"]}),
     ("handles_of_files", LIBC + "h = ctypes.create_string_buffer(b'\\x80\\0\\0\\0', 136)\nm = ctypes.c_int()\n"
      "if libc.syscall(303, -100, b'/', h, ctypes.byref(m), 0) == 0 or libc.syscall(304, -100, h, 0) >= 0: print(B)", NO),
     ("native_open", LIBC + "for n, a in ((2, (b'/etc/passwd', 0)), (257, (-100, b'/etc/passwd', 0)), (437, (-100, b'/etc/passwd', bytes(24), 24)), (85, (b'/etc/x', 0o600))):\n    if libc.syscall(n, *a) >= 0: print(B, n)", NO),
@@ -86,8 +86,8 @@ READING = [
      "print(resource.getrlimit(resource.RLIMIT_CORE), flush=True)\nfaulthandler._sigsegv()", {"status": ["crash"], "has": ["(0, 0)"]}),
 ]  # fmt: skip
 EXHAUSTION = [
-    ("shared_anonymous_memory", "import mmap\nkept = []\ntry:\n    while True:\n        m = mmap.mmap(-1, 64 << 20); m[::4096] = b'x' * (len(m) // 4096); kept.append(m)\n"
-     "except (OSError, MemoryError, ValueError): print('bounded', len(kept) < 40)", {"status": ["ok", "timeout"]}),
+    ("shared_anonymous_memory", "import mmap\nkept = []\ntry:\n    while True:\n        m = mmap.mmap(-1, 64 << 20); m[::1 << 16] = b'x' * (len(m) >> 16); kept.append(m)\n"
+     "except (OSError, MemoryError, ValueError): print('bounded', len(kept) < 40)", {"status": ["ok"], "has": ["bounded True"]}),
     ("memory_through_the_output_file", "import os, mmap\ntry: os.posix_fallocate(1, 0, 1 << 33)\nexcept OSError as e: print('denied')\n"
      "try: mmap.mmap(1, 1 << 30)\nexcept (OSError, ValueError): print('denied')", {"status": ["ok", "output_limit", "crash"], "maxout": 200_000}),
     ("holes_before_the_output", "import os\nos.lseek(1, 3 << 20, 0)\nprint('end', flush=True)", {"status": ["ok"], "has": ["end"], "maxout": 200_000}),
@@ -153,11 +153,7 @@ ALL = {
     "escape": ESCAPE, "reading": READING, "exhaustion": EXHAUSTION, "forgery": FORGERY,
     "lingering": LINGERING,
 }  # fmt: skip
-ATTACKS = [
-    pytest.param({"id": name, "code": code, "checks": checks}, id=f"{kind}-{name}")
-    for kind, attacks in ALL.items()
-    for name, code, checks in attacks
-]
+ATTACKS = attack_suite.parameters(ALL)
 NEEDS_SCRATCH = {"links_and_long_names", "scratch_to_the_brim", "names_in_the_scratch",
                  "folders_in_the_scratch", "file_kept_open_and_removed", "times_of_the_scratch",
                  "flags_of_the_input", "masks_and_timers"}  # fmt: skip

@@ -11,7 +11,7 @@ import os
 
 import attack_suite
 import pytest
-from conftest import MODES, SHORT
+from attack_suite import MODES, SHORT
 
 from sandbox import PythonSandbox
 
@@ -48,7 +48,7 @@ MEMORY = [
     ("many_small_files", "n = 0\ntry:\n    while True: open(f'f{n}', 'w').close(); n += 1\n"
      "except OSError: print('stopped', n < 5000)", {"has": ["stopped True"]}),
     ("sparse_giant_file", "f = open('big', 'wb')\nf.truncate(1 << 40)\nprint('GI' + 'ANT')",
-     {"no": ["GIANT"]}),
+     {"no": ["GIANT"], "status": ["output_limit", "error"]}),
     ("threads_with_tiny_stacks", "import threading, time\nthreading.stack_size(32768)\nn = 0\n"
      "try:\n    while n < 3000:\n"
      "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); n += 1\n"
@@ -152,7 +152,7 @@ SECRETS = [
      "    except OSError: print('denied')", {}),
     ("walk_of_everything", "import os\nfor d, _, fs in os.walk('/'):\n    for f in fs:\n"
      "        if f in ('token', 'passwd', 'shadow', 'id_rsa'): print('FOU' + 'ND', d, f)",
-     {"no": ["FOUND"]}),
+     {"no": ["FOUND"], "status": ["ok", "timeout"]}),
     ("devices", "for p in ('/dev/mem', '/dev/kmsg', '/dev/sda', '/dev/vda', '/dev/kvm', '/dev/fuse',"
      " '/dev/tty', '/dev/ptmx', '/dev/shm/x'):\n    try: open(p, 'r+b'); print('OPEN' + 'ED', p)\n"
      "    except OSError: print('denied')", {"no": ["OPENED"]}),
@@ -180,7 +180,7 @@ FILES = [
      {"no": ["MAPPED"]}),
     ("climbs_out", "import os\nfor _ in range(30):\n    try: os.chdir('..')\n    except OSError: break\n"
      "print(os.path.exists('tmp/rivet_canary/file.txt') and open('tmp/rivet_canary/file.txt').read())",
-     {"no": ["intact"]}),
+     {"no": ["intact"], "status": ["ok", "error"]}),
 ]  # fmt: skip
 NETWORK = [
     ("every_family", "import socket\nfor f in range(0, 46):\n    for t in (1, 2, 3, 5):\n"
@@ -248,11 +248,7 @@ ALL = {
     "time": TIME, "memory": MEMORY, "processes": PROCESSES, "output": OUTPUT, "exit": EXIT,
     "secrets": SECRETS, "files": FILES, "network": NETWORK, "kernel": KERNEL, "state": STATE,
 }  # fmt: skip
-ATTACKS = [
-    pytest.param({"id": name, "code": code, "checks": checks}, id=f"{kind}-{name}")
-    for kind, attacks in ALL.items()
-    for name, code, checks in attacks
-]
+ATTACKS = attack_suite.parameters(ALL)
 # What the reduced mode does not promise: it has no scratch to fill.
 NEEDS_SCRATCH = {
     "many_small_files",

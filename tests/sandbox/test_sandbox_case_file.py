@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attack_suite
 import pytest
-from conftest import MODES
+from attack_suite import MODES
 
 from sandbox import PythonSandbox, SandboxLimits
 

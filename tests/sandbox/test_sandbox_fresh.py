@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import SHORT
+from attack_suite import SHORT
 
 from sandbox import PythonSandbox
 
