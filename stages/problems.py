@@ -96,6 +96,8 @@ def run(config: ProblemsConfig) -> dict[str, Any]:
     problems = list(_read(config))
     evaluation = [p for name in config.decontaminate for p in _evaluation(name, config.data_dir)]
     counts: dict[str, Any] = {"source": config.source, "read": len(problems)}
+    empty = {p.id for p in problems if not (p.problem and p.answer)}
+    problems = _drop(problems, counts, "empty", empty)
     problems = _drop(problems, counts, "too long", _too_long(problems, config.max_words))
     problems = _drop(problems, counts, "repeated", _repeated(problems))
     problems = _drop(problems, counts, "cannot be graded", set(gold_faults(problems)))
@@ -130,9 +132,12 @@ def _read(config: ProblemsConfig) -> Iterator[Problem]:
                     f"{config.source}: no column {column!r}, there are {', '.join(row)}; name it "
                     "with --problem_column and --answer_column"
                 )
-        statement, answer = row[config.problem_column], row[config.answer_column]
-        if str(statement or "").strip() and str(answer or "").strip():
-            yield Problem(f"{name}/{number}", str(statement).strip(), str(answer).strip(), name)
+        statement, answer = _text(row[config.problem_column]), _text(row[config.answer_column])
+        yield Problem(f"{name}/{number}", statement, answer, name)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value).strip()  # the number 0 is an answer
 
 
 def _evaluation(name: str, data_dir: str | None) -> list[Problem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import stages.problems
 from data.problems import load_problems
 from rivet.config import ConfigError
 from stages.cli import main as rivet
@@ -53,6 +54,25 @@ def test_each_reason_drops_its_own_and_is_counted(tmp_path: Path) -> None:
     kept = [json.loads(line)["answer"] for line in output.read_text().splitlines()]
     assert kept == ["2", "4"]
     assert json.loads(output.with_suffix(".funnel.json").read_text()) == counts
+
+
+def test_a_data_set_of_the_hub_may_name_its_columns_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [" 7 ", 8.5, 0, "", None]
+    rows = [{"question": f"What is x{n}? ", "gold": a} for n, a in enumerate(answers)]
+    monkeypatch.setattr(stages.problems, "load_rows", lambda *_: rows)
+    given = {"source": "someone/Sums", "output": str(tmp_path / "out.jsonl")}
+    with pytest.raises(ProblemsError, match="no column 'problem', there are question, gold"):
+        run(ProblemsConfig(**given))
+    columns = {"problem_column": "question", "answer_column": "gold"}
+    counts = run(ProblemsConfig(**given, **columns))
+    assert (counts["read"], counts["empty"], counts["kept"]) == (5, 2, 3)
+    assert [(p.id, p.problem, p.answer, p.source) for p in load_problems(given["output"])] == [
+        ("sums/1", "What is x0?", "7", "sums"),
+        ("sums/2", "What is x1?", "8.5", "sums"),
+        ("sums/3", "What is x2?", "0", "sums"),
+    ]
 
 
 @pytest.mark.parametrize(
