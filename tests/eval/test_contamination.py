@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from data.benchmarks import load_benchmark
+from data.benchmarks import find_file, load_benchmark
 from data.problems import Problem, load_problems
 from eval.contamination import find_contamination, main
 
 COPIES = Path(os.environ.get("RIVET_DATA", Path(__file__).parents[3] / "shared" / "data"))
+TRAINING_SET = COPIES / "math_train_simplelr.jsonl.gz"
 PROBLEM = (
     r"Let $a_1, a_2, \dots$ be a sequence with $a_1 = 7$ and $a_{n+1} = 3a_n + 11$ for every "
     r"positive integer $n$. Determine $a_{40} - a_{39}$."
@@ -59,10 +60,13 @@ def test_a_share_that_is_none_is_refused(tmp_path, capsys) -> None:
     assert "expected a share in (0, 1]" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not COPIES.is_dir(), reason="needs copies of the benchmarks")
+@pytest.mark.skipif(
+    not TRAINING_SET.is_file() or find_file("olympiadbench", COPIES) is None,
+    reason=f"no copies of both sets in {COPIES} (RIVET_DATA)",
+)
 def test_the_overlaps_hidden_in_a_published_training_set_are_found() -> None:
     known = {f"math_train_simplelr/{n}" for n in (1473, 2847, 3327, 3338, 5922, 8005)}
-    train = load_problems(COPIES / "math_train_simplelr.jsonl.gz")
+    train = load_problems(TRAINING_SET)
     found = list(find_contamination(train, load_benchmark("olympiadbench", COPIES)))
     assert known <= {f.train.id for f in found}
     assert len(found) <= len(known) + 2 and all(
