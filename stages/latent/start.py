@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from rivet.tokenization import ProtocolTokenizer
 from stages.latent.config import WORLD_POLICY, LatentConfig
 from stages.latent.listener import Listener
 from stages.latent.world import World, WorldSettings, open_world
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,7 @@ def gather(config: LatentConfig) -> Data:
     train = _training_problems(config, world)
     test = world.problems(config.split) if world and not config.test_problems else []
     if config.test_problems:
-        test = load_gradable(config.test_problems)
-        test = test[: config.test_per_family]
+        test = _first_of_each_family(load_gradable(config.test_problems), config)
     _check_splits(config, train, test)
     policy = str(world.policy) if world else config.model
     _check_policy(policy, config)
@@ -100,6 +102,26 @@ def _training_problems(config: LatentConfig, world: World | None) -> list[Proble
             ]
         )
     return problems
+
+
+def _first_of_each_family(problems: list[Problem], config: LatentConfig) -> list[Problem]:
+    """As many of the held-out problems as are measured, in order; says how many are left out."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for problem in problems:
+        family = str(problem.meta.get("family", ""))
+        seen[family] += 1
+        if seen[family] <= config.test_per_family:
+            kept.append(problem)
+    if len(kept) < len(problems):
+        logger.info(
+            "%s: the first %d problems of each family are measured, %d of %d are left out",
+            config.test_problems,
+            config.test_per_family,
+            len(problems) - len(kept),
+            len(problems),
+        )
+    return kept
 
 
 def _check_splits(config: LatentConfig, train: list[Problem], test: list[Problem]) -> None:

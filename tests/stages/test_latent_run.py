@@ -29,6 +29,7 @@ from stages.latent.config import LatentConfig
 from stages.latent.main import run as run_latent
 from stages.latent.run import run_arm
 from stages.latent.source import LatentSource
+from stages.latent.start import gather
 from stages.latent.trainer import LatentTrainer
 from stages.stage1.training import CollapseError
 from tests.stages.latent_world import (
@@ -377,6 +378,26 @@ def test_problems_that_cannot_make_a_run_are_refused_before_it_starts(
         with pytest.raises(ConfigError, match=message):
             run_arm(latent_config(world, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_test_per_family_takes_the_first_of_each_family_and_says_what_is_left_out(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.loads(line) for line in (world / "test.jsonl").read_text().splitlines()]
+    for family, part in (("small", rows), ("", [row | {"meta": {}} for row in rows])):
+        path = tmp_path / f"sorted-{family}.jsonl"
+        part = sorted(part, key=lambda row: row["meta"].get("family", ""))
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+        config = latent_config(
+            world, tmp_path / "run", test_problems=str(path), test_per_family=3, arm="single"
+        )
+        with caplog.at_level("INFO"):
+            test = gather(config).test
+        firsts = [row for row in part if row["meta"].get("family", "") == family][:3]
+        others = [row for row in part if row["meta"].get("family", "") == "large"][:3]
+        assert [p.id for p in test] == [row["id"] for row in others + firsts]
+        assert f"{path}: the first 3 problems of each family are measured, " in caplog.text
+        assert f"{8 - len(test)} of 8 are left out" in caplog.text
 
 
 def test_models_that_cannot_take_part_are_refused_before_it_starts(
