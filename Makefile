@@ -40,7 +40,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 test-vllm: setup-vllm ## the tests with a real vLLM
-	$(VLLM)/bin/python -m pytest -q -m vllm tests/with_vllm $(ARGS)
+	$(VLLM)/bin/python -m pytest -q -m vllm --timeout 1800 tests/with_vllm $(ARGS)
 
 demo: setup ## the whole method on the mini-world, in about ten minutes
 	$(BIN)/rivet demo $(RECIPE) $(ARGS)

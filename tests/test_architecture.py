@@ -74,6 +74,11 @@ def test_every_folder_has_files() -> None:
     assert {relative(path).split("/")[0] for path in FILES} == set(FOLDERS)
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_this_tree_is_tested_and_not_an_installed_one(folder: str) -> None:
+    assert import_module(folder).__file__ == str(ROOT / folder / "__init__.py")
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_imports_follow_the_table(path: Path) -> None:
     folder = relative(path).split("/")[0]

@@ -26,6 +26,7 @@ def memory_kb() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)  # as long as RIVET_SOAK_CALLS asks for
 async def test_soak_gives_no_wrong_result():
     attacks = [code for kind, few in ALL.items() if kind not in SLOW_ONES for _, code, _ in few]
     attacks += [code for _, code, _ in ALL["time"][:2]]

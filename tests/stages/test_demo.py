@@ -27,6 +27,7 @@ from stages.pipeline import (
 )
 
 REPO = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(1800)  # two commands, each with up to 900 s for itself
 # Nothing is learnt at this size; what is tested is that every phase runs and hands on.
 SMALL = {
     "warmstart": {"max_steps": 40, "dialogues": 1500, "gate": 0.0, "gate_problems": 2},

@@ -512,6 +512,7 @@ def test_an_export_refuses_settings_that_mean_nothing_for_a_latent_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # the run that it compares with, and 600 s for its own
 def test_two_processes_do_what_one_does(
     world: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
