@@ -186,6 +186,7 @@ def test_a_stopped_server_finishes_what_it_accepted_and_takes_nothing_new(tmp_pa
 # Opens for ever; says when it began and whether it was closed in order.
 OPENING = """
 import asyncio
+import signal
 from rivet.serving.options import ServerOptions
 from rivet.serving.run import serve
 
@@ -200,6 +201,8 @@ class Opening:
     async def __aexit__(self, *_):
         pass
 
+# As from a terminal: what a shell starts in the background ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 serve(Opening, ServerOptions("m"))
 """
 
