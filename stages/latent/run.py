@@ -52,7 +52,8 @@ from stages.stage1.callback import Stage1Callback
 from stages.stage1.rollouts import StepRollouts
 from stages.stage1.training import (
     COLLAPSED,
-    CollapseError,
+    STOP_OR_SAVE,
+    collapse_error,
     past_collapse,
     refill,
     trainer_arguments,
@@ -61,19 +62,8 @@ from stages.stage1.training import (
 logger = logging.getLogger(__name__)
 
 RESULTS = "results.json"
-# What decides when a run is stopped or saved, not what it computes.
-_MAY_CHANGE = (
-    "collapse_alarm",
-    "min_well_formed",
-    "collapse_patience",
-    "max_fault_rate",
-    "fault_window",
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-    "cache",
-    "controls",
-)
+_MAY_CHANGE = (*STOP_OR_SAVE, "cache", "controls")
+_ADVICE = "a smaller learning_rate or adapter_learning_rate"
 
 
 class FrozenError(RuntimeError):
@@ -195,7 +185,7 @@ def train(
     watch = args.collapse_watch()
     before = past_collapse(folder, watch)
     if before and args.collapse_alarm == "stop" and (folder.path / COLLAPSED).is_dir():
-        raise _collapse_error(folder, before)
+        raise collapse_error(folder, before, _ADVICE)
     start.policy.train()
     if not config.train_policy:
         for name, parameter in start.policy.named_parameters():
@@ -230,20 +220,12 @@ def train(
             save_controller(
                 folder, folder.path / COLLAPSED, trainer, start.tokenizer, start.settings
             )
-            raise _collapse_error(folder, callback.collapse)
+            raise collapse_error(folder, callback.collapse, _ADVICE)
         if stop.requested and trainer.state.global_step < args.max_steps:
             stop.check(f"step {trainer.state.global_step}")
     save_controller(folder, folder.checkpoint, trainer, start.tokenizer, start.settings)
     wait_for_everyone()
     return folder.checkpoint
-
-
-def _collapse_error(folder: RunDir, where: str) -> CollapseError:
-    return CollapseError(
-        f"{folder.path}: stopped at {where}. The weights are in {folder.path / COLLAPSED}, the "
-        "curves in metrics.jsonl. Try a smaller learning_rate or adapter_learning_rate; to go on "
-        "all the same: --collapse_alarm warn"
-    )
 
 
 def _measure(

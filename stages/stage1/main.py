@@ -36,24 +36,11 @@ from stages.experts import start_miniworld_experts
 from stages.stage1.config import Stage1Config
 from stages.stage1.sampling import engine_source, right_experts
 from stages.stage1.servers import open_servers, weight_sync
-from stages.stage1.training import Start, train, trainer_arguments
+from stages.stage1.training import STOP_OR_SAVE, Start, train, trainer_arguments
 
 logger = logging.getLogger(__name__)
 
-# What decides when a run is stopped or saved, not what it computes.
-_MAY_CHANGE = (
-    *MAY_CHANGE,
-    "canary_tolerance",
-    "collapse_alarm",
-    "min_well_formed",
-    "max_expert_rise",
-    "collapse_patience",
-    "max_fault_rate",
-    "fault_window",
-    "logging_steps",
-    "save_steps",
-    "save_total_limit",
-)
+_MAY_CHANGE = (*MAY_CHANGE, "canary_tolerance", *STOP_OR_SAVE)
 
 
 def run(config: Stage1Config) -> Path:

@@ -41,6 +41,19 @@ _RESULTS = (
 )
 _LAST_STEPS = 5
 COLLAPSED = "collapsed"
+# Settings that decide when a run is stopped or saved, not what it computes.
+STOP_OR_SAVE = (
+    "collapse_alarm",
+    "min_well_formed",
+    "max_expert_rise",
+    "collapse_patience",
+    "max_fault_rate",
+    "fault_window",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+)
+_ADVICE = "a milder expert_loss (positive), a smaller expert_weight or learning_rate"
 
 
 class Sync(Protocol):
@@ -142,12 +155,11 @@ def past_collapse(folder: RunDir, watch: CollapseWatch) -> str | None:
     return found
 
 
-def collapse_error(folder: RunDir, where: str) -> CollapseError:
-    """What a run that collapsed ends with."""
+def collapse_error(folder: RunDir, where: str, advice: str = _ADVICE) -> CollapseError:
+    """What a run that collapsed ends with; `advice` is what to try."""
     return CollapseError(
         f"{folder.path}: stopped at {where}. The weights are in {folder.path / COLLAPSED}, the "
-        "curves in metrics.jsonl. Try a milder expert_loss (positive), a smaller expert_weight or "
-        "learning_rate; to go on all the same: --collapse_alarm warn"
+        f"curves in metrics.jsonl. Try {advice}; to go on all the same: --collapse_alarm warn"
     )
 
 
