@@ -129,7 +129,8 @@ async def test_a_session_continued_over_splices_equals_a_fresh_run(model, tag_to
                 assert fresh.logprobs == pytest.approx(got.logprobs, abs=1e-4)
 
 
-async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeypatch) -> None:
+def record_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens that are computed for calls as they begin, from now on."""
     fed: list[int] = []
     prefill = SlotDecoder.prefill
 
@@ -138,6 +139,11 @@ async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeyp
         return prefill(self, calls)
 
     monkeypatch.setattr(SlotDecoder, "prefill", record)
+    return fed
+
+
+async def test_a_session_computes_only_what_is_new(qwen3, tag_tokenizer, monkeypatch) -> None:
+    fed = record_prefills(monkeypatch)
     prompt, splice = random_prompts([40, 6])
     async with LocalBackend(qwen3, tag_tokenizer) as backend:
         got = await sample(backend, prompt, max_new_tokens=3, session="a")
@@ -400,14 +406,7 @@ async def test_a_cancelled_call_frees_its_slot(qwen3, tag_tokenizer, monkeypatch
 async def test_a_released_session_gives_up_its_slot_before_one_that_goes_on(
     qwen3, tag_tokenizer, monkeypatch
 ) -> None:
-    fed: list[int] = []
-    prefill = SlotDecoder.prefill
-
-    def record(self: SlotDecoder, calls: Sequence[Call]) -> tuple[list[int], list[float]]:
-        fed.extend(len(call.new_ids) for call in calls)
-        return prefill(self, calls)
-
-    monkeypatch.setattr(SlotDecoder, "prefill", record)
+    fed = record_prefills(monkeypatch)
     prompts = random_prompts([20, 21, 22])
     async with LocalBackend(qwen3, tag_tokenizer, max_batch=2) as backend:
         for name, prompt in zip("abc", prompts, strict=True):
